@@ -1,4 +1,5 @@
-"""Adapters and frozen weights are planned as they are trained: predicted beside measured, derived beside traced."""
+"""Tests plans of runs with adapters or frozen weights: predicted memory equals measured memory, and memory extrapolated
+from few blocks equals the memory of a full trace."""
 
 from dataclasses import replace
 from itertools import product
@@ -34,15 +35,15 @@ def row(adapter, precision, checkpointing):
 
 
 def beyond(found, phases):
-    """Bytes by which a phase is predicted above what was measured, on the device and on the host."""
+    """Returns predicted minus measured bytes: of each phase on the device, and of the evaluation on the host."""
     device = {phase: phases[phase].total - found[phase]["live_peak_bytes"] for phase in PHASES}
     return device, phases["evaluation"].host - found["evaluation"]["host_tensor_bytes"]
 
 
 @pytest.mark.rows("typed5")
 @pytest.mark.parametrize("typed", [pytest.param(one, marks=() if one in FEW else pytest.mark.matrix) for one in ROWS])
-def test_peak_memory_with_an_adapter_equals_the_prediction(config, fit, typed):
-    """To a few scalars of some MB: the bound of 1 % is 100 times as wide."""
+def test_measured_peak_memory_with_an_adapter_or_freeze_equals_the_prediction(config, fit, typed):
+    """Up to a few scalars in some MB of memory, which is a hundredth of a bound of 1 %."""
     _, folder = fit(*row(*typed))
     found, shapes = measured(folder), traced(config(*row(*typed)))
     device, host = beyond(found, shapes.phases)
@@ -61,8 +62,8 @@ SLOW = [
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["adapter.r=8", *SLOW])
-def test_prediction_for_another_adapter_or_freeze_differs_from_the_measurement(config, fit, wrong):
-    """The deliberately wrong variants: beyond 1 % somewhere."""
+def test_prediction_for_another_adapter_or_checkpointing_differs_from_the_measurement(config, fit, wrong):
+    """Wrong on purpose: predictions of other runs. Each differs from the measurement by more than 1 % in some phase."""
     typed = row("adapter=lora", "bf16", "every_layer")
     _, folder = fit(*typed)
     phases, found = traced(config(*without(typed, wrong), wrong)).phases, measured(folder)
@@ -71,7 +72,7 @@ def test_prediction_for_another_adapter_or_freeze_differs_from_the_measurement(c
 
 
 def without(lines, wrong):
-    """The others; an adapter of no keys for what has none."""
+    """Returns the lines that do not set the group of `wrong`."""
     return [line for line in lines if line.split("=")[0] != wrong.split("=")[0]]
 
 
@@ -86,7 +87,7 @@ SHAPE = [
 
 @pytest.fixture
 def composer(config):
-    """(lines typed) -> recipe -> its config."""
+    """Returns a function: (overrides) -> a function that composes the config of a recipe."""
 
     def typed(*lines):
         def make(recipe):
@@ -111,7 +112,7 @@ def composer(config):
         pytest.param("adapter=lora", "bf16-sr", marks=pytest.mark.matrix),
     ],
 )
-def test_recipe_with_an_adapter_extended_from_few_blocks_equals_the_full_trace(composer, line, precision):
+def test_memory_with_an_adapter_extrapolated_from_few_blocks_equals_the_full_trace(composer, line, precision):
     recipe = {"precision": precision, "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
     run = composer(line)(recipe | {"batch_size": "4"})
     found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])
@@ -130,14 +131,14 @@ def test_search_does_not_change_adapter_or_freeze(composer):
             assert asked.config(route.option).adapter == asked.run.adapter
 
 
-def test_partly_frozen_blocks_are_extended_as_two_kinds(composer):
+def test_extrapolation_treats_frozen_and_trained_blocks_as_two_kinds(composer):
     assert line_of(composer("freeze=[*.h.*.mlp.*]")({})) == Line(3, 4, DEPTH - 3)
     assert line_of(composer("freeze=['*.h.[0-3].*']")({})) == Line(5, 6, DEPTH - 5)
-    assert line_of(composer("adapter=lora", "adapter.target=['*.h.6.*']")({})) is None  # it is traced in full
+    assert line_of(composer("adapter=lora", "adapter.target=['*.h.6.*']")({})) is None  # traced in full
 
 
-def test_masters_of_frozen_weights_take_no_host_memory_while_loading(config):
-    """On a CPU the fp32 start is narrowed where it stands: its highest is the start itself, or the masters' end."""
+def test_loading_masters_of_a_partly_frozen_model_on_a_cpu_takes_one_fp32_copy(config):
+    """On a CPU the fp32 weights are loaded first, and then rounded to 16 bits one tensor at a time."""
     frozen = "freeze=[transformer.wte.*,transformer.h.0.*]"
     cfg = config(frozen, "precision=bf16-master").resolved()
     shapes = trace(cfg, on_card=False)
@@ -145,8 +146,9 @@ def test_masters_of_frozen_weights_take_no_host_memory_while_loading(config):
     assert load == pytest.approx(4 * (shapes.parameters + shapes.largest), rel=0.01)
 
 
-def test_base_frozen_by_an_adapter_is_never_loaded_in_fp32(config):
-    """Nobody needs what 16 bits leave out: half of the host memory that masters of all weights take to load."""
+def test_base_model_frozen_by_an_adapter_is_never_loaded_in_fp32(config):
+    """A frozen weight needs no fp32 master, so loading takes about half of the host memory that masters of all weights
+    take."""
     lines = ("adapter=lora", "precision=bf16-master", "adapter.r=1")
     cfg, all_weights = (config(*some) for some in (lines, lines[1:2]))
     loaded = build.causal_lm(cfg, describe(cfg, plans=True)).model
@@ -156,8 +158,8 @@ def test_base_frozen_by_an_adapter_is_never_loaded_in_fp32(config):
     assert adapter.phases["load"].host < 0.65 * every.phases["load"].host
 
 
-def test_adapter_with_16_bit_weights_does_not_count_as_rounded_training(config):
-    """So that a recipe with weights in 16 bits is close to the training that was typed."""
+def test_adapter_on_16_bit_weights_does_not_count_as_training_that_rounds_weights(config):
+    """So the search ranks a recipe with 16-bit frozen weights as close to the typed training."""
     assert config("precision=bf16-true").rounds_weights
     assert not config("precision=bf16-true", "adapter=lora").rounds_weights
 
@@ -168,7 +170,7 @@ def test_adapter_with_16_bit_weights_does_not_count_as_rounded_training(config):
     [("qlora", "every_layer"), ("qlora", "offload"), ("lora", "every_layer")],
 )
 def test_memory_of_an_adapter_with_a_streamed_base_equals_the_prediction(config, fit, adapter, policy):
-    """To the byte in every phase. Wrong on purpose: a base that stays."""
+    """To the byte in every phase. Wrong on purpose: a prediction for a resident base model."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"adapter={adapter}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
     _, folder = fit(*typed)

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator: what it reserves, by its own rules."""
+"""Tests the model of PyTorch's CUDA caching allocator: how much memory it reserves."""
 
 import random
 
@@ -31,12 +31,12 @@ def test_requests_are_rounded_to_512_bytes():
 def test_freed_memory_is_reused_and_stays_reserved():
     events = [(0, 12 * MIB), (0, -12 * MIB), (1, 12 * MIB), (1, -12 * MIB)]
     assert replay(events).reserved == 12 * MIB
-    assert replay([(0, 12 * MIB), (0, -12 * MIB), (1, 14 * MIB)]).reserved == 26 * MIB  # too small for it
+    assert replay([(0, 12 * MIB), (0, -12 * MIB), (1, 14 * MIB)]).reserved == 26 * MIB  # 12 MiB are too small for 14
 
 
 def test_adjacent_free_blocks_merge():
     allocator = Allocator()
-    parts = [allocator.allocate(5 * MIB) for _ in range(4)]  # one segment of 20
+    parts = [allocator.allocate(5 * MIB) for _ in range(4)]  # in one segment of 20 MiB
     assert allocator.reserved == 20 * MIB
     allocator.release(parts[1])
     allocator.release(parts[3])
@@ -64,7 +64,8 @@ def test_smallest_sufficient_free_block_is_used():
     assert allocator.reserved == 60 * MIB
 
 
-GROWING = [(0, 40 * MIB), (0, -40 * MIB), (1, 42 * MIB), (1, -42 * MIB), (2, 44 * MIB)]  # each too small for the next
+# each freed segment is too small for the next request
+GROWING = [(0, 40 * MIB), (0, -40 * MIB), (1, 42 * MIB), (1, -42 * MIB), (2, 44 * MIB)]
 
 
 def test_full_card_releases_unused_segments_before_out_of_memory():
@@ -75,13 +76,13 @@ def test_full_card_releases_unused_segments_before_out_of_memory():
 
 
 def test_partly_used_segment_is_not_released():
-    events = [(0, 5 * MIB), (1, 5 * MIB), (0, -5 * MIB), (2, 30 * MIB)]  # 1 holds the segment of 20
+    events = [(0, 5 * MIB), (1, 5 * MIB), (0, -5 * MIB), (2, 30 * MIB)]  # tensor 1 keeps the segment of 20 MiB in use
     assert smallest_limit(events) == 50 * MIB
     assert smallest_limit([*events[:3], (1, -5 * MIB), *events[3:]]) == 30 * MIB
 
 
 def test_allocator_that_releases_no_segments_needs_more_memory(monkeypatch):
-    """The deliberately wrong variant."""
+    """Wrong on purpose: a full card does not release its unused segments."""
     monkeypatch.setattr(Allocator, "_give_back", lambda self: None)
     assert smallest_limit(GROWING) == 126 * MIB
 

@@ -1,4 +1,5 @@
-"""A run's plan when it starts: predicted beside measured, refused if it cannot fit, or given a recipe that does."""
+"""Tests the plan of a run at its start: its prediction, its refusal if it cannot fit, and the choice of a recipe that
+fits."""
 
 import csv
 import json
@@ -31,7 +32,7 @@ def test_predicted_memory_is_reported_beside_measured_memory(command, tmp_path):
     assert set(summary["measured"]) <= set(summary["predicted"])
 
 
-def test_loggers_receive_predicted_over_measured(fit, tmp_path):
+def test_tensorboard_receives_the_ratio_of_predicted_to_measured_memory(fit, tmp_path):
     fit("plan=check", "logger=tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -42,7 +43,7 @@ def test_loggers_receive_predicted_over_measured(fit, tmp_path):
 
 
 def test_run_that_cannot_fit_the_card_is_refused_before_loading_weights(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "module", None)  # calling it would be another error
+    monkeypatch.setattr(build, "module", None)  # if weights were loaded, the error would be another one
     code, said = command(
         "plan=check", "memory.limit=200KiB", "precision=32", "gradient_checkpointing=none", "optim=adamw"
     )
@@ -53,19 +54,19 @@ def test_run_that_cannot_fit_the_card_is_refused_before_loading_weights(command,
 
 
 @pytest.mark.process
-def test_run_that_cannot_fit_the_host_is_refused_before_loading_weights(command, monkeypatch):
+def test_run_predicted_to_exceed_host_memory_is_refused(command, monkeypatch):
     monkeypatch.setattr(process, "available_bytes", lambda: -(2**50))
     code, said = command("plan=check", "precision=bf16", "optim=adamw", "loss=full", "gradient_checkpointing=none")
     assert code == 1 and "GiB of host memory. The host has" in said and "No recipe fits." in said
 
 
 @pytest.mark.process
-def test_out_of_memory_of_a_planned_run_suggests_the_smaller_recipe(command, monkeypatch):
+def test_out_of_memory_of_a_planned_run_suggests_a_smaller_recipe(command, monkeypatch):
     from lowmem.techniques.loss import cross_entropy
 
     def too_much(model, batch):
         found = model(**batch.inputs, use_cache=False).logits.sum()
-        if batch.labels.numel() > 1 and model.training and type(batch.labels) is torch.Tensor:  # in no trace
+        if batch.labels.numel() > 1 and model.training and type(batch.labels) is torch.Tensor:  # not while tracing
             torch.empty(2**60)
         return found
 
@@ -79,7 +80,7 @@ def test_out_of_memory_of_a_planned_run_suggests_the_smaller_recipe(command, mon
     assert "Try these overrides" in said
 
 
-def test_plan_off_starts_without_a_prediction(fit):
+def test_plan_off_trains_without_a_prediction(fit):
     summary, _ = fit("plan=off")
     assert summary["predicted"] is None and summary["steps"] == 4
 
@@ -96,7 +97,7 @@ def test_untraceable_model_trains_without_a_prediction(command, monkeypatch, tmp
     assert "This run starts without one." in said
 
 
-def test_batch_size_without_a_prediction_is_tried(config, monkeypatch):
+def test_batch_size_of_an_untraceable_model_is_assumed_to_fit(config, monkeypatch):
     def asks(*_, **__):
         raise RuntimeError("data-dependent: how many tokens does expert 3 get?")
 
@@ -106,7 +107,7 @@ def test_batch_size_without_a_prediction_is_tried(config, monkeypatch):
 
 
 def test_plan_size_trains_the_recipe_chosen_by_the_search(command, monkeypatch, tmp_path):
-    """The seam, with a made-up search; the tests below search in a second process."""
+    """With a stand-in for the search. The tests below run the real search, in a second process."""
     cards_asked = []
 
     def searched(run, typed, card, may_change):
@@ -121,7 +122,7 @@ def test_plan_size_trains_the_recipe_chosen_by_the_search(command, monkeypatch, 
     code, said = command("plan=3GiB", "batch_size=2", "gradient_checkpointing=none", "max_steps=1")
     assert code == 0 and cards_asked == [cards.card("3GiB", "plan").size], said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["tokens"] == 16  # of one sequence
+    assert summary["tokens"] == 16  # one sequence of 16 tokens
 
 
 MIDDLE = tuple(f"model.architecture.{line}" for line in ("n_layer=6", "n_embd=512", "n_head=8", "vocab_size=4096"))
@@ -131,7 +132,7 @@ SIZES = {"cpu": (), "cuda": (*MIDDLE, "seq_len=512")}
 @pytest.mark.process
 @each_device
 def test_plan_size_chooses_a_recipe_that_fits_and_keeps_typed_overrides(command, tmp_path, device):
-    """On a CPU the size is typed; on a card it is what the cap leaves free."""
+    """On a CPU the size is typed; on a card plan=auto derives the size from the memory limit."""
     full = (f"device={device}", *SIZES[device], "precision=32", "optim=adamw", "batch_size=8", "max_steps=3")
     command("plan=off", *full, "val_every=3")
     peak = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_bytes"]["device"]
@@ -149,8 +150,8 @@ def test_plan_size_chooses_a_recipe_that_fits_and_keeps_typed_overrides(command,
 
 
 @pytest.mark.process
-def test_plan_size_works_with_device_auto(command, tmp_path):
-    """device=auto is the default, and precisions want to know which it is."""
+def test_plan_size_with_device_auto_chooses_a_recipe_and_trains(command, tmp_path):
+    """device=auto is the default. The search has to resolve it, because precisions depend on the device."""
     code, said = command("plan=1GiB", "device=auto", "optim=adamw", "precision=bf16", "loss=full", "max_steps=1")
     assert code == 0 and "the fastest of" in said, said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -175,7 +176,7 @@ def test_plan_size_too_small_for_every_recipe_is_refused(command):
 
 @pytest.mark.process
 def test_plan_keeps_precision_and_optim_unless_may_change_allows_them(command):
-    """AdamW's state is too large here."""
+    """AdamW's state does not fit into this size."""
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1")
     assert code == 1 and "plan=900KiB: no recipe fits with the typed precision and optim; the smallest one" in said
     assert "Type may_change=precision,optim to allow another precision or optim" in said

@@ -1,7 +1,8 @@
-"""Attention as torch will compute it on a card: which kernel, what it saves, and its scratch in backward.
+"""Tests the prediction of attention on a card: the kernel that torch chooses, the tensors that it saves for backward,
+and its scratch memory in backward.
 
-The formulas stand in attend.py with their sources, and here once more, by hand. A card's own choice is asked for where
-there is one.
+attend.py has the formulas with their sources. The tests repeat the formulas by hand, and on a machine with a card they
+also compare with the kernel that torch chooses.
 """
 
 import re
@@ -40,7 +41,7 @@ HEADERS = Path(torch.__file__).parent / "include" / "ATen"
 TRANSFORMERS = HEADERS / "native" / "transformers"
 
 
-# --- which ------------------------------------------------------------------------------------------------------------
+# --- which kernel -----------------------------------------------------------------------------------------------------
 
 
 def call(dtype, head, **more):
@@ -48,16 +49,16 @@ def call(dtype, head, **more):
 
 
 GROUPED, MASK, DROPS = {"grouped": True}, {"mask": True, "causal": False}, {"dropout": 0.1}
-# By hand from the rules: the kernels of CARDS, in their order.
+# The kernel on each of CARDS, derived by hand from torch's rules.
 EXPECTED = (
     (call(FP32, 64), (EFFICIENT,) * 6),
-    (call(FP32, 66), (EFFICIENT, *(MATH,) * 5)),  # from 8.0 on four elements at once
+    (call(FP32, 66), (EFFICIENT, *(MATH,) * 5)),  # from 8.0 on, rows must be aligned to four elements
     (call(FP32, 64, **MASK, **DROPS), (EFFICIENT,) * 6),
     (call(FP32, 64, **GROUPED), (MATH,) * 6),  # Llama in fp32 or TF32
     (call(BF16, 64), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),
     (call(BF16, 64, **GROUPED), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),
     (call(BF16, 64, **GROUPED, **DROPS), (MATH, FLASH, FLASH, FLASH, FLASH, FLASH)),
-    (call(BF16, 64, dropout=0.125), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),  # in sixteenths
+    (call(BF16, 64, dropout=0.125), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),  # cuDNN accepts dropout in sixteenths
     (call(BF16, 64, **MASK), (MATH, EFFICIENT, EFFICIENT, EFFICIENT, CUDNN, EFFICIENT)),
     (call(BF16, 66), (MATH, *(FLASH,) * 5)),  # padded to 72
     (call(BF16, 66, **MASK), (MATH,) * 6),
@@ -80,14 +81,14 @@ def differ(takes):
     return [one for one, names in EXPECTED if tuple(takes(one, card) for card in CARDS) != names]
 
 
-def test_predicted_attention_kernel_equals_the_recorded_table(monkeypatch):
+def test_predicted_attention_kernels_equal_the_table_derived_by_hand(monkeypatch):
     monkeypatch.setattr(attention, "LATER_THAN_2_11", True)
     assert differ(kernel) == []
     assert kernel(call(BF16, 64), 13.0) == MATH and kernel(call(BF16, 64), 10.3) == CUDNN
 
 
-def test_torch_2_11_uses_cudnn_for_more_calls(monkeypatch):
-    """An H200 with torch 2.11 took it for these calls (`pytest -m gpu` compares them all)."""
+def test_torch_2_11_is_predicted_to_use_cudnn_attention_for_more_calls(monkeypatch):
+    """An H200 with torch 2.11 chose cuDNN for these calls (`pytest -m gpu` compares all calls)."""
     monkeypatch.setattr(attention, "LATER_THAN_2_11", False)
     taken = [one for one, names in EXPECTED if kernel(one, 9.0) == CUDNN != names[CARDS.index(9.0)]]
     more = [one for one, _ in EXPECTED if one.dtype == BF16 and one.head in (192, 208, 256)]
@@ -95,11 +96,11 @@ def test_torch_2_11_uses_cudnn_for_more_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("forgotten", [{"grouped": False}, {"mask": False}, {"dropout": 0.0}, {"dtype": BF16}])
-def test_omitting_one_rule_changes_the_predicted_kernel(forgotten):
+def test_omitting_one_rule_of_the_attention_choice_predicts_a_wrong_kernel(forgotten):
     assert differ(lambda one, capability: kernel(replace(one, **forgotten), capability))
 
 
-# --- what the installed torch says without a card ---------------------------------------------------------------------
+# --- facts that the installed torch states without a card -------------------------------------------------------------
 
 
 def test_attention_kernels_are_tried_in_torchs_order():
@@ -109,7 +110,7 @@ def test_attention_kernels_are_tried_in_torchs_order():
     assert re.findall(r"SDPBackend::([a-z]+)", order)[:3] == ["flash", "efficient", "math"]
 
 
-def test_capabilities_of_efficient_attention_equal_torchs_headers():
+def test_compute_capabilities_of_efficient_attention_equal_torchs_header():
     text = (TRANSFORMERS / "cuda/mem_eff_attention/kernels/cutlassB.h").read_text()
     bounds = re.findall(r"is_same_v<DT, (?:cutlass::)?(\w+)> && (\d+) <= cc && cc (<=?) (\d+)", text)
     found = [(name, int(low), int(high) - (sign == "<")) for name, low, sign, high in bounds]  # 2.11 writes < 75
@@ -123,8 +124,9 @@ def test_capabilities_of_efficient_attention_equal_torchs_headers():
 
 
 def test_efficient_attention_does_not_support_grouped_heads():
-    """Up to torch 2.14 its header and its shapes say so. From 2.15 on the kernel may take them; `attention._efficient`
-    counts the math kernel, which needs more, until a card has shown which one torch chooses."""
+    """Checked in the header and in the shapes of torch up to 2.14. From 2.15 on the kernel may support grouped heads.
+    `attention._efficient` still assumes the math kernel, which needs more memory, until torch's choice has been seen on
+    a card."""
     assert not attention._efficient(call(FP32, 64, **GROUPED), 8.0)
     if Version(torch.__version__) >= Version("2.15"):
         return
@@ -152,17 +154,18 @@ def test_present_card_uses_the_predicted_attention_kernel():
     assert wrong == [], "\n".join(map(str, wrong))
 
 
-# --- what each saves, and its scratch ---------------------------------------------------------------------------------
+# --- saved tensors and scratch of each kernel -------------------------------------------------------------------------
 
 
 def made(dtype, heads, groups, tokens, size, batch=1, device=None):
-    """query, key and value as models have them: (B, heads, T, D), lying in memory as (B, T, heads, D)."""
+    """Returns query, key and value as models make them: of shape (B, heads, T, D), stored as (B, T, heads, D)."""
     shapes = ((batch, tokens, n, size) for n in (heads, groups, groups))
     return [torch.empty(s, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for s in shapes]
 
 
 def measured(capability, tensors, **more):
-    """Bytes that stay for backward, the result among them, and what backward takes beyond those and its gradient."""
+    """Returns the bytes saved for backward, including the result, and the further bytes that backward takes at its
+    peak, without the gradient of the result."""
     with torch_private.FakeTensorMode(), card.kernels(True, capability), StorageTracker({}) as tracker:
         q, k, v = made(*tensors)
         given = tracker.now
@@ -174,7 +177,7 @@ def measured(capability, tensors, **more):
 
 
 def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
-    """Rounded to 256 tokens and to a size of 96."""
+    """Scratch is rounded up to 256 tokens and to a head size of 96."""
     out, numbers = 2 * batch * heads * tokens * size, 3 * 8
     gradients = 2 * batch * tokens * size * (heads + 2 * groups)
     scratch = 4 * batch * heads * 256 * 96 + 4 * batch * heads * 256 + 2 * out
@@ -182,14 +185,14 @@ def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
 
 
 def efficient_by_hand(batch=2, heads=4, tokens=72, size=24):
-    """Rounded to 96 tokens in forward, and to tiles of 64 x 64 in backward."""
+    """Rounded up to 96 tokens in forward, and to tiles of 64 x 64 in backward."""
     out, numbers = 4 * batch * heads * tokens * size, 2 * 8
     return out + 4 * batch * heads * 96 + numbers, 3 * out + 4 * batch * heads * tokens + 4 * batch * heads * 128 * 64
 
 
 def math_by_hand(batch=2, heads=4, groups=2, tokens=96, size=8):
-    """Saved: softmax, scaled query and key, value for every head. Backward: the gradients of softmax and scores; that
-    of the value takes the place of the value."""
+    """Saves the softmax, the scaled query and key, and a value for every head. Backward adds the gradients of softmax
+    and scores; the gradient of the value replaces the value."""
     scores, out = 4 * batch * heads * tokens**2, 4 * batch * heads * tokens * size
     return scores + 3 * out + out, 2 * scores
 
@@ -213,14 +216,14 @@ def test_memory_of_another_attention_kernel_differs_from_the_formulas(name, monk
     other = {FLASH: EFFICIENT, EFFICIENT: FLASH, MATH: FLASH}[name]
     monkeypatch.setattr(attend, "kernel", lambda *_: other)
     tensors, by_hand = BY_HAND[name]
-    if name == FLASH:  # the other kernel knows no groups
+    if name == FLASH:  # the other kernel does not support grouped heads
         tensors, by_hand = tensors[:2] + tensors[1:2] + tensors[3:], partial(by_hand, groups=4)
     saved, taken = measured(8.6, tensors)
     assert saved != by_hand()[0] and taken != by_hand()[1]
 
 
 @pytest.mark.parametrize("name", [FLASH, EFFICIENT])
-def test_attention_backward_without_scratch_takes_less_memory(name, monkeypatch):
+def test_omitting_scratch_memory_predicts_too_little_for_attention_backward(name, monkeypatch):
     monkeypatch.setattr(attend, "_while_backward", lambda *_: None)
     tensors, by_hand = BY_HAND[name]
     saved, taken = measured(8.6, tensors)
@@ -234,7 +237,8 @@ def test_math_attention_with_dropout_saves_the_dropped_scores_and_a_byte_mask():
 
 
 def test_attention_scratch_of_known_models_equals_hand_computed_bytes():
-    """In MiB, by hand: GPT-2 XL and Llama 3.1 8B under flash; 32 heads of many sizes under the memory-efficient one."""
+    """In MiB: GPT-2 XL and Llama 3.1 8B with flash attention (Llama also with cuDNN), and 32 heads of several sizes
+    with memory-efficient attention."""
     mib = 2**20
     with torch_private.FakeTensorMode():
         gpt2, llama = made(BF16, 25, 25, 1024, 64, 4), made(BF16, 32, 8, 4096, 128)
@@ -248,7 +252,7 @@ def test_attention_scratch_of_known_models_equals_hand_computed_bytes():
 
 
 def test_attention_mask_is_saved_in_the_query_dtype_and_padded():
-    """In each layer: torch keeps its own copy. 20 tokens are padded to 24."""
+    """Each layer saves a copy of the mask. 20 tokens are padded to 24."""
     with torch_private.FakeTensorMode(), card.kernels(True, 8.6), StorageTracker({}) as tracker:
         q, k, v = made(BF16, 4, 4, 20, 16)
         mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
@@ -259,13 +263,13 @@ def test_attention_mask_is_saved_in_the_query_dtype_and_padded():
     assert saved == q.nbytes + 4 * 4 * 32 + 2 * 8 + 2 * 20 * 24  # result, sums of rows, random state, mask
 
 
-def test_head_sizes_not_divisible_by_8_are_padded():
+def test_attention_head_sizes_not_divisible_by_8_are_padded_to_a_multiple_of_8():
     saved, _ = measured(8.6, (BF16, 4, 2, 160, 66, 2))
-    queries = 2 * 2 * 4 * 160 * 72  # and half as many of keys and of values
+    queries = 2 * 2 * 4 * 160 * 72  # bytes; keys and values have half of the heads each
     assert saved == queries + 2 * queries + 4 * 2 * 4 * 160 + 3 * 8
 
 
-def test_autocast_decides_the_dtype_of_attention():
+def test_traced_attention_computes_in_bf16_under_autocast_and_in_fp32_without():
     with torch_private.FakeTensorMode(), card.kernels(True, 8.6) as attention:
         q, k, v = made(FP32, 4, 2, 64, 16)
         with torch.autocast("cpu", dtype=BF16):
@@ -300,8 +304,8 @@ def test_attention_flops_equal_those_of_torchs_flop_counter(capability, dropout,
 
 @pytest.mark.parametrize("capability, mask", [(8.6, False), (8.6, True), (9.0, False)])
 @pytest.mark.parametrize("contexts, times", [(selective.contexts, 1), (None, 2)])
-def test_selective_checkpointing_keeps_attention_of_every_kernel(capability, mask, contexts, times):
-    """As on a card: these operators are those that a card's attention ends in. Dropout makes it draw numbers."""
+def test_selective_checkpointing_does_not_recompute_attention_of_any_kernel(capability, mask, contexts, times):
+    """The trace ends in the operators of a card's attention. Dropout makes attention draw random numbers."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -338,8 +342,9 @@ LLAMA = [*MODELS["llama"], "seq_len=128", "batch_size=2", "optim=sgd", "loss=chu
 
 
 @pytest.mark.parametrize("checkpointing, layers", [("none", 2), ("offload", 1)])
-def test_grouped_heads_in_fp32_hold_all_attention_scores(config, checkpointing, layers):
-    """The same model in bf16 has a kernel that does not. What a layer holds of them stays or is made again."""
+def test_grouped_heads_in_fp32_keep_the_full_attention_scores_in_memory(config, checkpointing, layers):
+    """In bf16 the model has a kernel that never stores the scores. In fp32 each layer saves its scores, or recomputes
+    them in backward with gradient_checkpointing=offload."""
     typed = [*LLAMA, f"gradient_checkpointing={checkpointing}"]
     wide, short = (traced(config, *typed, f"precision={precision}") for precision in ("tf32", "bf16"))
     assert wide.advice and short.advice is None
@@ -352,13 +357,13 @@ def test_grouped_heads_in_fp32_hold_all_attention_scores(config, checkpointing, 
     assert "a mask" not in wide.advice and "share" in wide.advice
 
 
-def test_attention_on_a_cpu_and_eager_attention_are_traced_unchanged(config):
+def test_eager_attention_traces_equally_on_all_cards_and_cpu_attention_gets_no_advice(config):
     eager = [traced(config, *LLAMA, "model.attention=eager", capability=c) for c in (7.5, 8.6)]
     assert eager[0].phases == eager[1].phases and eager[0].advice is None
     assert traced(config, *LLAMA, on_card=False).advice is None
 
 
-def test_advice_names_a_precision_with_a_kernel_on_the_card():
+def test_attention_advice_names_a_precision_that_has_a_fused_kernel_on_the_card():
     cures = {
         (FP32, 64, True, 8.6): "type precision=bf16.",
         (BF16, 64, False, 7.5): "type precision=16.",

@@ -1,4 +1,5 @@
-"""batch_size=auto finds the largest divisor of the effective batch that fits, and changes nothing but the cut."""
+"""Tests batch_size=auto: it finds the largest divisor of the effective batch that fits, and does not change the
+effective batch."""
 
 import pytest
 
@@ -38,7 +39,8 @@ def test_batch_size_auto_fits_to_the_byte_and_keeps_the_effective_batch(fit):
 
 
 MIDDLE = tuple(f"model.architecture.{line}" for line in ("n_layer=6", "n_embd=512", "n_head=8", "vocab_size=4096"))
-# Caps in the middle between the needs of two sizes: 2 and 4 sequences, and 16 (2.9 GiB) and 32 (5.5 GiB).
+# Memory limits between the needs of two batch sizes: of 2 and 4 sequences on a CPU, and of 16 (2.9 GiB) and 32 (5.5
+# GiB) on a card.
 CAPPED = {
     "cpu": ("accumulation.size=8", "memory.limit=1100KiB"),
     "cuda": ("accumulation.size=64", "memory.limit=4GiB", *MIDDLE, "seq_len=512"),
@@ -49,7 +51,7 @@ CAPPED = {
 @each_device_slowly
 @pytest.mark.parametrize("plan", ["off", "check"])
 def test_batch_size_twice_the_result_of_auto_does_not_fit(fit, config, device, plan):
-    """Whether the size is found by trying alone, or planned."""
+    """With plan=off the size is found by trials alone, with plan=check also by a prediction."""
     lines = (AUTO[1], *CAPPED[device], f"device={device}", "precision=bf16")
     larger = 2 * fit(*lines, "batch_size=auto", f"plan={plan}")[0]["batch_size"]
     assert not batch_size.fits(config(*lines, f"batch_size={larger}"), larger)
@@ -62,13 +64,13 @@ def test_batch_size_auto_on_the_command_line_is_found_and_trained_with(command):
 
 
 @pytest.mark.process
-def test_trial_over_the_memory_limit_does_not_fit(config):
+def test_batch_size_trial_over_the_memory_limit_is_reported_as_not_fitting(config):
     cfg = config(*AUTO, "memory.limit=100KiB")
     assert not batch_size.fits(cfg, 1)
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_trial_session_writes_no_checkpoint_and_no_model(config, tmp_path, keeps):
+def test_trial_session_writes_no_checkpoints_and_no_training_session_writes_a_model(config, tmp_path, keeps):
     with training_session(config(), tmp_path, keeps=keeps) as training:
         assert training.trainer.global_step == 4
     left = {path.name for path in tmp_path.iterdir()}
@@ -82,7 +84,7 @@ def test_batch_size_auto_without_a_fitting_size_is_refused_with_advice(config, m
 
 
 @pytest.mark.process
-def test_trial_that_fails_for_another_reason_is_refused(config):
+def test_batch_size_trial_that_fails_for_another_reason_than_memory_is_refused(config):
     cfg = config(*AUTO, "memory.limit=1GiB", "model.architecture.n_head=7")
     with pytest.raises(Refused, match=r"the trial with batch_size=\d+ failed"):
         batch_size.resolve(cfg)
@@ -104,7 +106,7 @@ def test_predicted_batch_size_is_tried_first_and_bisection_continues_below(confi
 
 
 def test_batch_size_predicted_not_to_fit_is_not_tried(config, monkeypatch):
-    monkeypatch.setattr(batch_size, "fits", None)  # calling it would be an error
+    monkeypatch.setattr(batch_size, "fits", None)  # a trial would raise
     with pytest.raises(Refused, match=r"even one sequence of seq_len=\d+ does not fit"):
         batch_size.resolve(config(*AUTO, "memory.limit=100KiB", "plan=check"))
 
@@ -114,14 +116,14 @@ RECIPES = (
     "precision=bf16 optim=adamw gradient_checkpointing=every_layer",
     "precision=16-master optim=adamw8bit gradient_checkpointing=every_layer loss=chunked",
 )
-FAILS = 0.97  # share of the peak of live tensors; a card's is predicted to within 0.5 %
+FAILS = 0.97  # share of the peak of live tensors, which is predicted to within 0.5 % on a card
 
 
 @pytest.mark.process
 @each_device_slowly
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_run_fits_the_smallest_predicted_limit_and_not_much_less(config, recipe, device):
-    """On a card the allocator's rules are predicted, too."""
+def test_run_fits_in_its_predicted_memory_but_not_in_97_percent_of_its_live_tensors(config, recipe, device):
+    """On a card the prediction includes the caching allocator."""
     sizes = (*MIDDLE, "seq_len=512") if device == "cuda" else ()
     cfg = config(*recipe.split(), *sizes, f"device={device}").sized().resolved()
     found = predict(cfg, Target(True, cards.here()) if device == "cuda" else Target(False))

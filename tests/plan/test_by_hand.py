@@ -1,12 +1,13 @@
-"""Three recipes derived by hand: the tracer's highest bytes beside a formula of what every operator saves.
+"""Compares the traced peak memory of three recipes with formulas of the tensors that every operator saves.
 
-No term is fitted to a trace. What autograd keeps of an operator stands in torch's tools/autograd/derivatives.yaml, what
-a block computes in transformers' source: a product keeps both factors, addmm its input, a sum nothing; silu its input,
-tanh and rsqrt their results; a norm its input and two numbers per row, log_softmax its result, dropout on a card a mask
-of one byte per element. A gradient is not there before backward makes it.
+No term of a formula is fitted to a trace. The tensors that autograd saves for an operator are listed in torch's
+tools/autograd/derivatives.yaml, and the operators of a block in the source of transformers. A product saves both
+factors, addmm its input, a sum nothing; silu its input, tanh and rsqrt their results; a norm its input and two numbers
+per row, log_softmax its result, dropout on a card a mask of one byte per element. A gradient exists only once backward
+has computed it.
 
-B sequences of T tokens, N = B x T; width H, inner width F, n heads and g key-value heads of D, L blocks, V tokens.
-The peak of each recipe is elsewhere: at the loss, inside a block that is computed again, in the optimizer's step.
+B sequences of T tokens, N = B x T; width H, inner width F, n heads and g key-value heads of D, L blocks, V tokens. Each
+recipe has its peak in another place: at the loss, inside a block that is recomputed, and in the optimizer step.
 """
 
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ SCALARS = 64  # bytes: the loss, its sum and its mean, norms, counts of tokens
 
 
 def highest(cfg):
-    """Phase -> bytes of live tensors on a card."""
+    """Returns the peak bytes of live tensors on a card, by phase."""
     phases = trace(cfg.resolved(), on_card=True).phases
     return {name: point.total for name, point in phases.items()}
 
@@ -31,16 +32,17 @@ def lines(architecture, s, *techniques):
     return [*keys, f"batch_size={s.B}", f"seq_len={s.T}", *techniques]
 
 
-# --- attention: what is kept beside queries, keys and values ---------------------------------------------------------
+# --- attention: saved tensors other than queries, keys and values ----------------------------------------------------
 
 
 def attention_keeps(s, width):
-    """Its result, in `width` bytes, and of each row the logarithm of the sum of its softmax, in fp32. Dropout's mask is
-    drawn again from its seed; grouped heads are read by the kernel as they are, and not repeated."""
+    """Returns the bytes of the result, with `width` bytes per element, and of one fp32 number per row (the logarithm of
+    the sum in softmax). The dropout mask is drawn again from its seed, and the kernel does not copy keys and values of
+    grouped heads."""
     return width * s.N * s.n * s.D + 4 * s.B * s.n * s.T
 
 
-# --- GPT-2 in fp32, AdamW, dropout, nothing computed again: the peak is where the loss goes back ---------------------
+# --- GPT-2 in fp32, AdamW, dropout, no recomputation: the peak is at the backward pass of the loss -------------------
 
 GPT2 = SimpleNamespace(B=4, T=64, N=256, H=64, n=4, D=16, L=3, V=2000, positions=128)
 
@@ -53,35 +55,35 @@ def gpt2(config):
 
 
 def gpt2_parameters(s):
-    block = 12 * s.H**2 + 13 * s.H  # qkv 3, output 1, up 4, down 4; of biases 3, 1, 4, 1, and two norms of 2
+    block = 12 * s.H**2 + 13 * s.H  # matrices: qkv 3, output 1, up 4, down 4; biases 3, 1, 4, 1; two norms of 2
     return (s.V + s.positions) * s.H + s.L * block + 2 * s.H  # the head is the embedding
 
 
 def gpt2_block_keeps(s, mask):
-    """Args: mask: bytes per element of dropout's."""
+    """Returns the bytes that a block saves for backward. Args: mask: bytes per element of a dropout mask."""
     hidden, rows = 4 * s.N * s.H, 4 * s.N
     attention = (
         hidden + 2 * rows,  # the norm's input, mean and deviation
         hidden,  # its result, for the product with qkv's matrix
-        3 * hidden,  # qkv, of which the heads are views
-        attention_keeps(s, 4),  # the result is also what the output's product keeps
-        mask * s.N * s.H,  # dropout; the sum with what entered keeps nothing
+        3 * hidden,  # qkv; the heads are views of it
+        attention_keeps(s, 4),  # its result is also saved for the output projection
+        mask * s.N * s.H,  # dropout; the residual sum saves nothing
     )
     mlp = (
         hidden + 2 * rows,
         hidden,
         # 0.5 a (1 + tanh(c (a + 0.04 a^3))), all 4 H wide:
-        4 * hidden,  # a, of its power
+        4 * hidden,  # a, for the power
         4 * hidden,  # tanh
-        4 * hidden + 4 * hidden,  # 0.5 a and 1 + tanh, of their product
-        4 * hidden,  # that product, for the one with the down matrix
+        4 * hidden + 4 * hidden,  # 0.5 a and 1 + tanh, for their product
+        4 * hidden,  # that product, for the matmul with the down matrix
         mask * s.N * s.H,
     )
     return sum(attention) + sum(mlp)
 
 
 def gpt2_state(s):
-    """Two moments in fp32, and of each tensor the number of steps."""
+    """Returns the bytes of two fp32 moments per parameter, and of a step count per tensor."""
     return 8 * gpt2_parameters(s) + 4 * (12 * s.L + 4)
 
 
@@ -89,7 +91,7 @@ def gpt2_peak(s, mask=1):
     weights_and_state = 4 * gpt2_parameters(s) + gpt2_state(s)
     embedding = 8 * s.B * (s.T + 1) + 8 * s.T + mask * s.N * s.H  # tokens and positions (int64); dropout
     final = 2 * 4 * s.N * s.H + 2 * 4 * s.N  # the last norm's input and its numbers per row, and the head's input
-    loss = 3 * 4 * s.N * s.V  # log_softmax's result, the gradient that reaches it, and that of the logits, made of both
+    loss = 3 * 4 * s.N * s.V  # log_softmax's result, its gradient, and the gradient of the logits
     return weights_and_state + embedding + s.L * gpt2_block_keeps(s, mask) + final + loss
 
 
@@ -97,10 +99,10 @@ def test_traced_peak_of_gpt2_in_fp32_with_dropout_equals_the_formula(config):
     found = highest(gpt2(config))
     assert max(found, key=found.get) == "backward"
     assert agree(found["backward"], gpt2_peak(GPT2))
-    assert not agree(found["backward"], gpt2_peak(GPT2, mask=4))  # wrong: a CPU's dropout keeps its noise in fp32
+    assert not agree(found["backward"], gpt2_peak(GPT2, mask=4))  # wrong: an fp32 mask, as on a CPU
 
 
-# --- Llama with grouped heads in bf16, masters on the host, every block computed again, chunked loss -----------------
+# --- Llama with grouped heads in bf16, masters on the host, every block recomputed, chunked loss ---------------------
 
 LLAMA = SimpleNamespace(B=2, T=64, N=128, H=64, F=256, n=4, g=2, D=16, L=3, V=300, rows=32)
 
@@ -113,24 +115,26 @@ def llama(config, s, *techniques):
 
 
 def llama_matrices(s):
-    """(rows, columns) of a block's."""
+    """Returns (rows, columns) of each matrix of a block."""
     heads, groups = (s.n * s.D, s.H), (s.g * s.D, s.H)
     return [heads, groups, groups, heads[::-1], (s.F, s.H), (s.F, s.H), (s.H, s.F)]
 
 
 def llama_weights(s):
-    """In bf16; the head is a matrix of its own. RoPE keeps its frequencies twice, in fp32."""
+    """Returns the bytes of all weights in bf16, with an untied head, and of RoPE's frequencies: twice, in fp32."""
     block = sum(rows * columns for rows, columns in llama_matrices(s)) + 2 * s.H
     return 2 * (2 * s.V * s.H + s.L * block + s.H) + 2 * 4 * (s.D // 2)
 
 
 def llama_norm_keeps(s):
-    """Its input in fp32 and the reciprocal deviation of each row; their product in bf16, and that weighted."""
+    """Returns the bytes that a norm saves: its input in fp32, the reciprocal deviation of each row, their product in
+    bf16, and the weighted product."""
     return 4 * s.N * s.H + 4 * s.N + 2 * s.N * s.H + 2 * s.N * s.H
 
 
 def llama_whole_pass(s):
-    """Returns what is in memory from the first block to the last. Masters, state and gradients are on the host."""
+    """Returns the bytes that are on the card from the first block to the last. Masters, optimizer state and gradients
+    are on the host."""
     boundaries = s.L * 2 * s.N * s.H
     rope = 2 * 2 * s.T * s.D + 8 * s.T  # cosines and sines; the positions
     return llama_weights(s) + boundaries + rope
@@ -139,28 +143,29 @@ def llama_whole_pass(s):
 def llama_block_keeps(s, groups):
     return (
         llama_norm_keeps(s)
-        + 2 * s.N * (s.n + 2 * groups) * s.D  # queries and keys behind RoPE, which keeps its tables alone; values
+        + 2 * s.N * (s.n + 2 * groups) * s.D  # queries and keys after RoPE, which saves only its tables; values
         + attention_keeps(s, 2)
         + llama_norm_keeps(s)
-        + 4 * 2 * s.N * s.F  # gate, silu(gate), up, and their product for the one with the down matrix
+        + 4 * 2 * s.N * s.F  # gate, silu(gate), up, and their product for the matmul with the down matrix
     )
 
 
 def llama_backward_peak(s, groups=None):
-    """In the last block, while every boundary is still there: the gradient of the gated product has just become the
-    gradients of both its factors (3 F wide in all), and the product itself has been used (1 F)."""
-    arriving = 2 * s.N * s.H  # the gradient of what the block returned
+    """Returns the bytes in the last block, while all block inputs are in memory. The gradient of the gated product and
+    the gradients of its two factors exist (3 F wide in all), and the product itself has been freed (1 F)."""
+    arriving = 2 * s.N * s.H  # the gradient of the block's output
     inside = llama_block_keeps(s, s.g if groups is None else groups)
     return llama_whole_pass(s) + inside + arriving + (3 - 1) * 2 * s.N * s.F
 
 
 def llama_forward_peak(s):
-    """In a chunk of the loss, behind the last norm, whose result is what the head reads."""
-    labels = 2 * 8 * s.N  # in one row: a copy, of int64; and the numbers of those that count
-    gradients = 2 * s.N * s.H + 4 * s.V * s.H  # of the head's input; of the head, summed in fp32
-    chunk = (4 + 4 + 2) * s.rows * s.V  # logits; their gradient, in the place of log_softmax's result; that in bf16
+    """Returns the bytes in a chunk of the loss, after the last norm, whose result is the input of the head."""
+    labels = 2 * 8 * s.N  # int64: a copy of all labels in one row, and the indices of the labels that count
+    gradients = 2 * s.N * s.H + 4 * s.V * s.H  # of the head's input in bf16, and of the head in fp32
+    # logits; their gradient, which replaces log_softmax's result; the gradient in bf16
+    chunk = (4 + 4 + 2) * s.rows * s.V
     product = 2 * s.V * s.H  # the chunk's part of the head's gradient
-    entering = (2 * s.H + 8) * s.rows  # of the chunk: hidden states and labels
+    entering = (2 * s.H + 8) * s.rows  # hidden states and labels of the chunk
     return llama_whole_pass(s) + llama_norm_keeps(s) + labels + gradients + chunk + entering + product
 
 
@@ -172,7 +177,7 @@ def test_traced_peak_of_checkpointed_llama_in_16_bits_equals_the_formula(config)
     assert max(found, key=found.get) == "backward"
     assert agree(found["forward"], llama_forward_peak(LLAMA))
     assert agree(found["backward"], llama_backward_peak(LLAMA))
-    assert not agree(found["backward"], llama_backward_peak(LLAMA, groups=LLAMA.n))  # wrong: keys and values repeated
+    assert not agree(found["backward"], llama_backward_peak(LLAMA, groups=LLAMA.n))  # wrong: keys and values copied
 
 
 # --- Llama in bf16 rounded at random, Adafactor: the peak is in the step ---------------------------------------------
@@ -181,24 +186,26 @@ FEW = SimpleNamespace(B=1, T=4, N=4, H=64, F=128, n=4, g=2, D=16, L=3, V=300)
 
 
 def rounding(n):
-    """Returns the bytes for n elements, on top of weight and state: the stepped weight in fp32, noise, their sum; then
-    isfinite, in torch (x == x) * (abs(x) != inf), whose parts live until the product exists. The step before needs
-    16 bytes: weight and gradient in fp32, and the new update beside the gradient's square."""
+    """Returns the bytes of stochastic rounding for n elements, in addition to weight and state: the updated weight in
+    fp32, the noise and their sum; then isfinite, which torch computes as (x == x) * (abs(x) != inf), so its parts exist
+    until the product does. The update before the rounding needs 16 bytes: weight and gradient in fp32, and the new
+    update next to the square of the gradient."""
     return (4 + 4 + 4) * n + (1 + 4 + 1 + 1) * n
 
 
 def llama_shapes(s):
-    """In the order in which they are stepped: matrices, embedding and head, norms."""
+    """Returns the shapes of all weights in the order of their updates: matrices, embedding and head, norms."""
     return [*s.L * llama_matrices(s), (s.V, s.H), (s.V, s.H), *(2 * s.L + 1) * [(s.H,)]]
 
 
 def adafactor_state(s):
-    """Of rows and of columns, or of a norm's elements; an RMS."""
+    """Returns the bytes of a number per row and column of a matrix or per element of a norm, and of an RMS per
+    weight."""
     return sum(4 * sum(shape) + 4 for shape in llama_shapes(s))
 
 
 def adafactor_step(s, scratch=rounding):
-    """Returns (gradients, scratch) at the peak: every other gradient waits until its parameter is stepped."""
+    """Returns the bytes of (gradients, scratch) at the peak. A gradient is freed when its parameter is updated."""
     sizes = [shape[0] * shape[-1] if len(shape) == 2 else shape[0] for shape in llama_shapes(s)]
     return max(((2 * sum(sizes[number:]), scratch(size)) for number, size in enumerate(sizes, start=1)), key=sum)
 
@@ -211,4 +218,4 @@ def test_traced_peak_of_adafactor_with_stochastic_rounding_equals_the_formula(co
     found = highest(llama(config, FEW, "precision=bf16-sr", "optim=adafactor"))
     assert max(found, key=found.get) == "step"
     assert agree(found["step"], adafactor_peak(FEW))
-    assert not agree(found["step"], adafactor_peak(FEW, lambda n: 16 * n))  # wrong: the step without its rounding
+    assert not agree(found["step"], adafactor_peak(FEW, lambda n: 16 * n))  # wrong: the update without its rounding

@@ -1,4 +1,4 @@
-"""Tests each difference between CUDA and a CPU by itself; the sources are named in as_card.py."""
+"""Tests each difference between CUDA and a CPU that a trace imitates; as_card.py names the sources."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def traced(cfg, on_card):
 
 
 def kept(compute, *inputs):
-    """Bytes that stay for backward beside the inputs and the result."""
+    """Returns the bytes of tensors that are saved for backward, without the inputs."""
     ids = {t.untyped_storage()._cdata for t in inputs}
     saved = {}
 
@@ -53,17 +53,17 @@ def test_attention_dropout_mask_is_redrawn_on_a_card_and_scores_are_saved_on_a_c
 
     scores = batch * heads * tokens * tokens * 4
     assert kept(attend, q, k, v) > 2 * scores
-    with FakeTensorMode() as fake, as_card.kernels(True):  # the result, a sum per row, and where its numbers began
+    with FakeTensorMode() as fake, as_card.kernels(True):  # the result, a sum per row, and the random state
         assert kept(attend, *map(fake.from_tensor, (q, k, v))) == v.nbytes + batch * heads * tokens * 4 + 2 * 8
 
 
 @pytest.mark.parametrize("name", [*as_card.IN_FP32, *as_card.SUMS_IN_FP32])
 def test_cuda_autocast_runs_operators_in_fp32_that_cpu_autocast_does_not(name):
-    """torch's own registry is the witness: CUDA's autocast has a kernel for it and a CPU's does not."""
+    """Checked in torch's registry: CUDA's autocast has a kernel for the operator, and the CPU's autocast does not."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     full = f"aten::{name}"
     on_card = has(full, "AutocastCUDA")
-    assert (on_card or name == "rms_norm") and not has(full, "AutocastCPU")  # torch 2.11 has none for rms_norm
+    assert (on_card or name == "rms_norm") and not has(full, "AutocastCPU")  # torch 2.11 lacks the kernel of rms_norm
     with as_card.kernels(True):
         assert has(full, "AutocastCPU") == on_card
     assert not has(full, "AutocastCPU")
@@ -79,7 +79,7 @@ def test_operators_in_fp32_under_cuda_autocast_return_fp32_and_matmuls_bf16():
                 assert way(x).dtype == torch.float32
                 assert (way(x).reshape(-1, 1) @ x.reshape(1, -1)).dtype == torch.bfloat16
         with as_card.kernels(True):
-            assert way(x).dtype == torch.bfloat16  # without autocast nothing is widened
+            assert way(x).dtype == torch.bfloat16  # without autocast the result stays in bf16
     assert torch.equal(torch.autograd.grad((x.float() ** 3).sum(), x)[0], cubed_on_card(x))
 
 
@@ -89,25 +89,27 @@ def cubed_on_card(x):
 
 
 def test_gelu_of_gpt2_under_autocast_saves_fp32_on_a_card(config):
-    """tanh's approximation raises to the third power: that, the sum and the tanh are fp32 then, of 4 x 64 per token."""
+    """GELU's tanh approximation computes a third power, which CUDA's autocast runs in fp32. So the power, the sum and
+    the tanh are fp32: 4 x 64 elements each per token."""
     cfg = config(*GPT2, "precision=bf16", "batch_size=8", "seq_len=64")
     beyond = traced(cfg, True).bytes["activations"] - traced(cfg, False).bytes["activations"]
     inner = 8 * 64 * 4 * 64
-    # per block: the cube's input, tanh and its sum with 1 are saved in 4 bytes, not 2, and the 16-bit input besides
+    # per block: the input of the power, tanh, and 1 + tanh are saved in 4 bytes instead of 2, and also the 16-bit input
     assert 3 * 6 * inner <= beyond <= 3 * 10 * inner
 
 
 def test_gpt2_with_dropout_needs_less_memory_on_a_card_than_on_a_cpu(config):
     typed = [*GPT2, "batch_size=8", "seq_len=64"]
     plain = traced(config(*typed), False).total
-    elements = 8 * 64 * 64  # of a hidden state; dropout stands behind the embedding and twice in each of three blocks
+    elements = 8 * 64 * 64  # of a hidden state; dropout follows the embedding, and twice in each of three blocks
     assert traced(config(*typed, *DROPS), True).total - plain == pytest.approx(7 * elements * 1, rel=0.35)
     assert traced(config(*typed, *DROPS), False).total - plain > 3 * 8 * 2 * 64 * 64 * 4 + 7 * elements * 4
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
-def test_trace_of_a_run_on_a_card_equals_the_trace_of_a_plan(config, precision):
-    """Its precision was told about the card, where nothing is that is traced: autocast would cast nothing."""
+def test_trace_for_a_card_is_equal_for_device_cpu_and_device_cuda(config, precision):
+    """device=cuda selects autocast for CUDA. The traced tensors are not on CUDA, so this autocast would cast
+    nothing."""
     phases = [
         trace(cfg.resolved(), True).phases
         for cfg in (config(*GPT2, f"precision={precision}", f"device={device}") for device in ("cpu", "cuda"))
@@ -115,7 +117,7 @@ def test_trace_of_a_run_on_a_card_equals_the_trace_of_a_plan(config, precision):
     assert phases[0] == phases[1]
 
 
-def test_foreach_optimizer_step_takes_a_copy_of_all_tensors():
+def test_foreach_optimizer_step_takes_temporary_memory_of_a_copy_of_all_weights():
     def beside(wrap):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
         optimizer = wrap(MakeOptimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3)))(model)

@@ -1,4 +1,5 @@
-"""Columns add up: in bytes, as they are printed, and to what the allocator and the host must have."""
+"""Tests the columns of a memory prediction: rows add up to the sum in bytes and as printed, and the sum is the memory
+that the allocator and the host need."""
 
 import random
 import re
@@ -38,7 +39,7 @@ CPU = Target(on_card=False)
 
 
 def printed(lines: list[str]) -> tuple[list[int], int]:
-    """(thousandths of a GiB in each row, in the sum) of a column as a reader finds it."""
+    """Returns the thousandths of a GiB in each printed row of a column, and in its printed sum."""
     _, *rows, rule, total = (line.replace(",", "") for line in lines)
     assert re.fullmatch(r" *-+", rule)
     size = lambda line: round(1000 * float(line.split()[-1]))  # noqa: E731
@@ -52,7 +53,7 @@ def random_column(draw: random.Random) -> DeviceBytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_printed_rows_of_a_column_add_up_to_the_printed_sum(seed):
+def test_printed_rows_of_a_memory_column_add_up_to_the_printed_sum(seed):
     shown = random_column(random.Random(seed))
     lines = column.lines(shown, "device", "card")
     rows, total = printed(lines)
@@ -62,8 +63,8 @@ def test_printed_rows_of_a_column_add_up_to_the_printed_sum(seed):
         assert abs(by_name.get(column.LABELS[name], 0) - 1000 * size / GIB) < 1
 
 
-def test_independently_rounded_rows_do_not_add_up():
-    """Three rows of 0.0004 GiB: the wrong variant of the test above."""
+def test_independently_rounded_memory_rows_do_not_add_up_to_the_rounded_sum():
+    """Wrong on purpose: each row is rounded by itself, so 3 x 0.0004 GiB disappear."""
     size = round(0.0004 * GIB)
     thirds = DeviceBytes("step", weights=GIB + size, gradients=GIB + size, optimizer=GIB + size)
     assert sum(round(1000 * size / GIB) for size in thirds.rows.values()) != round(1000 * thirds.total / GIB)
@@ -71,7 +72,7 @@ def test_independently_rounded_rows_do_not_add_up():
     assert sum(rows) == total
 
 
-def test_column_fits_80_characters_and_every_row_has_a_label():
+def test_memory_column_fits_80_characters_and_every_row_has_a_label():
     for kind in (DeviceBytes, HostBytes, DriveBytes):
         names = [field.name for field in fields(kind) if field.name != "phase"]
         made = kind(*(["step"] if kind is not DriveBytes else []), **dict.fromkeys(names, 200 * GIB))
@@ -91,7 +92,7 @@ RUNS = {
 @pytest.mark.parametrize("target", [CARD, CPU], ids=["card", "cpu"])
 @pytest.mark.parametrize("name", RUNS)
 def test_columns_add_up_to_the_traced_memory(config, name, target):
-    """The device's to what the allocator must be able to reserve, and to the tensors of the highest phase."""
+    """The device's column adds up to the memory that the allocator must be able to reserve."""
     cfg = config(*RUNS[name]).resolved()
     traced = trace(cfg, target.on_card)
     found = needs(traced, cfg, target, libraries=GIB)
@@ -110,8 +111,8 @@ def test_columns_add_up_to_the_traced_memory(config, name, target):
         assert host.total - host.libraries - host.threads == device.total + point.host
 
 
-def test_omitting_a_row_changes_the_sum_and_the_verdict(config):
-    """Wrong on purpose: each row of a run's columns in turn."""
+def test_omitting_a_memory_row_changes_the_sum_and_the_verdict_that_a_run_does_not_fit(config):
+    """Wrong on purpose: each row of the columns is omitted in turn."""
     found = predict(config("precision=bf16-master").resolved(), CARD)
     for whole in (found.device, found.host):
         for name, size in whole.rows.items():
@@ -122,11 +123,11 @@ def test_omitting_a_row_changes_the_sum_and_the_verdict(config):
 
 
 def small(found) -> Target:
-    """A card of which one byte is missing."""
+    """Returns a card that is one byte too small."""
     return Target(True, cards.Card(found.device.total - 1, "made up"), None)
 
 
-def test_json_and_table_have_the_same_figures(config):
+def test_json_and_table_of_a_prediction_have_equal_totals(config):
     found = predict(config("precision=bf16-master").resolved(), CARD)
     stored = found.as_dict()
     assert stored["device"]["total"] == sum(found.device.rows.values()) == found.device.total
@@ -139,7 +140,7 @@ def test_json_and_table_have_the_same_figures(config):
 # --- the recipes of test_by_hand.py ---------------------------------------------------------------------------------
 
 LIBRARIES = 100
-BESIDE = {"workspaces": 2 * cards.WORKSPACE, "context": cards.CONTEXT}  # of a card
+BESIDE = {"workspaces": 2 * cards.WORKSPACE, "context": cards.CONTEXT}  # further rows of a card
 
 
 def columns(cfg, target):
@@ -148,7 +149,8 @@ def columns(cfg, target):
 
 
 def rows_agree(column, **derived):
-    """Whether the rows are those that were derived, to a few scalars, and the others are 0, but for the fragments."""
+    """Returns whether the rows equal `derived` up to a few scalars, and all rows except fragments that are not in
+    `derived` are 0."""
     rows = {name: size for name, size in column.rows.items() if name != "fragments"}
     return all(agree(size, derived.get(name, 0)) for name, size in rows.items())
 
@@ -169,7 +171,7 @@ def test_device_column_of_gpt2_equals_the_formula(config):
 
 @pytest.mark.parametrize("on_card", [True, False])
 def test_columns_of_host_masters_equal_the_formula(config, on_card):
-    """On a CPU there is one memory: the host's column has the device's rows too."""
+    """On a CPU the host's column also has the rows of the device."""
     found = columns(llama(config, LLAMA, *MASTERS, "optim=adamw"), CARD if on_card else Target(False))
     parameters = (llama_weights(LLAMA) - 2 * 4 * (LLAMA.D // 2)) // 2
     tensors = (

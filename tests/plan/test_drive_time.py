@@ -1,4 +1,5 @@
-"""A run whose masters and state are on a drive: predicted to the byte, timed, and chosen where nothing else fits."""
+"""Tests plans of runs with masters and optimizer state on a drive: their predicted bytes, their predicted time, and
+that the search uses a drive only if no other recipe fits."""
 
 import json
 from collections import Counter
@@ -40,8 +41,8 @@ RUN += ("accumulation=fixed", "accumulation.batches=2")
 def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
     config, fit, tmp_path, monkeypatch, precision, optim, holds
 ):
-    """The files to the byte, and the host's tensors to a hundredth. Wrong on purpose: files of tensors that are not
-    in full pages, and a host without a drive."""
+    """Files are predicted to the byte, and host tensors within 1 %. Wrong on purpose: files whose tensors are not
+    padded to full pages, and the host memory of a run without a drive."""
     ended, inside, stop, memory = [], Counter(), Streamed.stop, SwapFiles._memory
 
     def watched(swap_files, swap_file, *args, **kwargs):
@@ -75,7 +76,7 @@ def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
     )
     assert (traced.drive.masters == 0) == (precision == "bf16-sr") and (traced.drive.weights > 0) == (holds == "all")
     assert summary["measured"]["drive"]["total"] == summary["drive"]["bytes"] == traced.drive.tensors
-    assert 0.95 * traced.drive.room < room <= traced.drive.room  # as if all parts were as large as the largest
+    assert 0.95 * traced.drive.room < room <= traced.drive.room  # predicted as if all parts had the size of the largest
     needed, in_memory = (
         prediction.needs(traced, each, Target(on_card=False), 0) for each in (run, run.knowing(weights={"drive": None}))
     )
@@ -84,10 +85,10 @@ def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
     assert moved["read"] == pytest.approx(step["drive_read_bytes"], rel=0.01 if holds == "all" else 0)
     assert in_memory.drive.total == 0
 
-    def on_host(needed):  # beside its device and what its threads wake
+    def on_host(needed):  # without the device's rows and the memory of threads
         return needed.phases["evaluation"].host - needed.phases["evaluation"].device - host_bytes.WOKEN
 
-    # between two steps there may be less inside than during one
+    # between two steps fewer tensors may be in memory than during a step
     highest = resting + traced.drive.room - sum(tensor.nbytes for tensor in on_drive.memory())
     assert on_host(needed) == pytest.approx(highest, rel=0.01)
     assert on_host(in_memory) > 1.1 * highest
@@ -95,14 +96,14 @@ def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
     assert trace(run, on_card=False).drive.files < sum(written)
 
 
-def test_loading_blocks_to_a_drive_in_16_bits_never_holds_all_in_memory(config, monkeypatch, tmp_path):
+def test_loading_16_bit_blocks_to_a_drive_is_predicted_to_hold_few_in_host_memory(config, monkeypatch, tmp_path):
     for name in ("read_in", "stored_in"):
         monkeypatch.setattr(host_bytes, name, lambda *_, plans: torch.bfloat16)
     typed = (*RUN, "precision=bf16-master", "optim=adamw8bit", f"weights.drive={tmp_path}")
     runs = [config(*typed, f"weights.drive_holds={holds}").resolved() for holds in ("state", "all")]
     traces = [trace(run, on_card=True) for run in runs]
     state, both = (prediction.needs(t, run, Target(on_card=True), 0) for t, run in zip(traces, runs, strict=True))
-    more = traces[1].drive.room - traces[0].drive.room + 2 * host_bytes.SLOT_BYTES  # larger blocks, and staging
+    more = traces[1].drive.room - traces[0].drive.room + 2 * host_bytes.SLOT_BYTES  # larger parts, and staging buffers
     assert state.phases["load"].host - both.phases["load"].host == traces[1].streamed - more
 
 
@@ -110,8 +111,9 @@ def test_loading_blocks_to_a_drive_in_16_bits_never_holds_all_in_memory(config, 
 
 
 @pytest.mark.parametrize(("stepped", "waits"), [(2, 3.0), (30, 9.0)])
-def test_update_takes_as_long_as_its_drive_traffic(stepped, waits):
-    """It reads 10 bytes a second and writes 5: an update of 3 seconds waits for the 9 that 30 bytes take."""
+def test_predicted_update_time_is_the_longer_of_host_time_and_drive_traffic(stepped, waits):
+    """The drive reads 10 bytes per second and writes 5. Reading and writing 30 bytes takes 9 seconds, longer than the
+    3 seconds of the update on the host; 2 bytes take less."""
     lines = ("precision=bf16-master", "clip=1.0", *STREAMED[:2])
     found = shapes(drive=Sizes(files=stepped, stepped=stepped))
     beside, on_drive = cfg(*lines), cfg(*lines, "weights.drive=there")
@@ -121,9 +123,9 @@ def test_update_takes_as_long_as_its_drive_traffic(stepped, waits):
         assert whole == pytest.approx([0.5 + 3, 0.5 + waits])
 
 
-def test_streamed_weights_on_a_drive_arrive_at_the_speed_of_the_drive():
-    """20 bytes for a forward pass of 2 seconds and 10 for a backward pass of 4, at 2 bytes a second. The update writes
-    and reads 4 bytes beside the next forward pass, whose weights the drive reads, too."""
+def test_streamed_weights_on_a_drive_are_predicted_to_arrive_at_the_speed_of_the_drive():
+    """Forward (2 seconds) reads 20 bytes and backward (4 seconds) 10 bytes, at 2 bytes per second. The update reads and
+    writes 4 bytes during the next forward pass, while the drive also reads the weights of that pass."""
     run = cfg("precision=bf16-master", "clip=1.0", *STREAMED[:2], "weights.drive=there", "weights.drive_holds=all")
     found = shapes(streamed=20, blocks=(2, 10), drive=Sizes(files=4, stepped=4))
     there = card(1e9, 1e9, drive_read=2.0, drive_written=1.0)
@@ -133,10 +135,10 @@ def test_streamed_weights_on_a_drive_arrive_at_the_speed_of_the_drive():
     assert window(there, kept, found, TAKEN, 1) == pytest.approx((6, 0, 0.5 + 2 + 4 - 2))
 
 
-# --- a drive in mind --------------------------------------------------------------------------------------------------
+# --- plans for a drive ------------------------------------------------------------------------------------------------
 
 
-def test_drive_is_given_as_a_folder_or_a_size(tmp_path):
+def test_drive_accepts_a_folder_or_a_size_and_refuses_other_values(tmp_path):
     assert drives.space("200GB") == DriveSpace(FOLDER, 200 * 10**9)
     assert drives.space("1.5TB", "/mine") == DriveSpace("/mine", 1500 * 10**9)
     assert drives.space("180GiB").size == 180 * 2**30
@@ -153,7 +155,7 @@ def exact(*more):
 
 
 def hosts(planned, *more):  # noqa: F811
-    """Returns GiB of the host that the run needs in memory, and with a drive."""
+    """Returns the bytes of host memory that the run needs without and with a drive."""
     runs = [planned(*exact("search=false", "ram=64GiB", *more, *drive))[2] for drive in ((), ("weights.drive=there",))]
     return [run["recipes"][0]["host"]["total"] for run in runs]
 
@@ -161,7 +163,7 @@ def hosts(planned, *more):  # noqa: F811
 @pytest.mark.matrix
 @pytest.mark.parametrize("drive", ["200GB", pytest.param("folder", marks=pytest.mark.matrix)])
 def test_search_uses_a_drive_only_if_nothing_else_fits(planned, monkeypatch, tmp_path, drive):  # noqa: F811
-    """Counts the libraries of a model of 40M parameters as nothing."""
+    """A model of 40M parameters. Host memory of libraries and CUDA is counted as 0, so that the model dominates."""
     monkeypatch.setattr("lowmem.system.process.rss_bytes", lambda: 0)
     monkeypatch.setattr(host_bytes, "CUDA_ON_HOST", 0)
     large = tuple(f"model.architecture.{size}" for size in ("n_embd=512", "n_layer=12", "n_head=8"))
@@ -179,11 +181,11 @@ def test_search_uses_a_drive_only_if_nothing_else_fits(planned, monkeypatch, tmp
     assert code == 2 and "or drive=200GB to also use a drive" in said
     code, said, _ = planned(*exact(*large, ram, "drive=20MiB"))
     assert code == 2
-    code, _, written = planned(*exact(*large, "ram=64GiB", "drive=200GB"))  # there is room for all of it
+    code, _, written = planned(*exact(*large, "ram=64GiB", "drive=200GB"))  # everything fits in host memory
     assert code == 0 and not any("weights.drive" in line for line in written["chosen"])
 
 
-def test_run_larger_than_the_drive_does_not_fit(planned):  # noqa: F811
+def test_planned_run_larger_than_the_drive_does_not_fit(planned):  # noqa: F811
     typed = exact("search=false", "ram=64GiB", "weights.drive=there")
     assert planned(*typed, "drive=200GB")[0] == 0
     code, said, written = planned(*typed, "drive=20KiB")

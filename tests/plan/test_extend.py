@@ -1,4 +1,4 @@
-"""A recipe extended from a few blocks needs what the full model needs when it is traced."""
+"""Tests the extrapolation of a trace from models with few blocks: it equals a trace of the full model."""
 
 from collections import Counter
 from dataclasses import replace
@@ -40,7 +40,7 @@ RECIPES = [
     "accumulation.batches=8 clip=null",
     "precision=bf16 optim=adamw strategy=fsdp devices=2 batch_size=2",
 ]
-# an update on the host, offloaded boundaries and a loss in chunks
+# an update on the host, offloaded block inputs and a chunked loss
 FIRST = "precision=bf16-master optim=adafactor gradient_checkpointing=offload loss=chunked batch_size=4"
 
 
@@ -60,10 +60,12 @@ def rates():
 
 
 @pytest.mark.parametrize("words", [FIRST, *(pytest.param(words, marks=pytest.mark.matrix) for words in RECIPES)])
-def test_recipe_extended_from_few_blocks_equals_the_full_trace(composed, words):
-    """Within 1 %: places whose highest operator changes with the depth, and scalars that are rounded to 512 bytes."""
+def test_memory_and_time_extrapolated_from_few_blocks_equal_the_full_trace(composed, words):
+    """Within 1 %, because the operator with the peak can change with the depth, and scalars are rounded to 512
+    bytes."""
     run = composed(words)
-    found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])  # an extended one has none
+    # an extrapolated trace has no events
+    found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])
     card = rates()
     assert of_trace(card, run, found).seconds == pytest.approx(of_trace(card, run, full).seconds, rel=0.01)
     short, exact = (needs(one, run, ON_CARD, 0) for one in (found, full))
@@ -78,7 +80,7 @@ def test_recipe_extended_from_few_blocks_equals_the_full_trace(composed, words):
 
 
 @pytest.mark.wrong
-def test_extension_to_a_wrong_depth_differs_from_the_trace(composed, monkeypatch):
+def test_memory_extrapolated_to_a_wrong_depth_differs_from_the_full_trace(composed, monkeypatch):
     run = composed(RECIPES[0])
     exact = needs(replace(trace(run, on_card=True), events=[]), run, ON_CARD, 0).phases
     monkeypatch.setattr(extend, "line_of", lambda run: Line(3, 4, DEPTH - 4))
@@ -101,11 +103,11 @@ def test_extension_to_a_wrong_depth_differs_from_the_trace(composed, monkeypatch
         ("AAA", None),
     ],
 )
-def test_shortened_models_keep_the_kinds_of_blocks(kinds, line):
+def test_extrapolation_from_shortened_models_keeps_every_kind_of_block_or_is_not_used(kinds, line):
     assert _line(kinds) == line
 
 
-def test_beyond_extrapolates_every_field_linearly():
+def test_every_field_of_a_trace_is_extrapolated_linearly_from_two_depths():
     near = {
         "a": 1,
         "b": Counter(x=2),
@@ -133,20 +135,21 @@ def test_beyond_extrapolates_every_field_linearly():
 
 
 @pytest.mark.parametrize("words", ["gradient_checkpointing=sqrt", "gradient_checkpointing=every_k"])
-def test_policies_with_depth_dependent_segments_are_traced_in_full(composed, words):
+def test_checkpointing_with_depth_dependent_segments_is_traced_in_full(composed, words):
     assert line_of(composed(f"{words} batch_size=1")) is None
     assert line_of(composed("gradient_checkpointing=every_layer batch_size=1")) == Line(3, 4, DEPTH - 3)
     assert extended(composed(f"{words} batch_size=1"), on_card=True).events
 
 
-def test_models_with_frozen_middle_blocks_are_traced_in_full(composed):
-    """Blocks that are trained below frozen ones and above them are traced in full."""
+def test_model_with_a_frozen_last_block_is_traced_in_full(composed):
+    """The last block is then the only one of its kind. A frozen first block can be extrapolated."""
     assert line_of(composed("freeze=[transformer.h.0.*] batch_size=1")) == Line(3, 4, DEPTH - 3)
     assert line_of(composed("freeze=[transformer.h.6.*] batch_size=1")) is None
 
 
 def taking_turns(config, depth):
-    """Gemma 2's blocks see a window of 4 tokens or all, in turns. Without a flash kernel the scores are T x T."""
+    """Returns the config of a small Gemma 2, whose blocks alternate between sliding attention over 4 tokens and full
+    attention."""
     keys = {"model_type": "gemma2", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
     keys |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4, "num_hidden_layers": depth}
     keys |= dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos")], 0)
@@ -156,15 +159,16 @@ def taking_turns(config, depth):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("depth", "line"), [(9, Line(3, 5, 3)), (10, Line(4, 6, 3)), (10, Line(3, 4, 7))])
-def test_alternating_kinds_of_blocks_are_extended_by_period(config, monkeypatch, depth, line):
-    """Wrong on purpose: as if all blocks were equal, and the sliding ones held a map that the others do not."""
+def test_alternating_kinds_of_blocks_are_extrapolated_by_whole_periods(config, monkeypatch, depth, line):
+    """Blocks with sliding attention save two more tensors here. Wrong on purpose: an extrapolation that ignores the
+    period of 2, as if all blocks were equal."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
     plain = Gemma2DecoderLayer.forward
 
     def heavier(self, hidden_states, *args, **kwargs):
         out = plain(self, hidden_states, *args, **kwargs)
-        return out.exp().log() if self.self_attn.sliding_window else out  # keeps two more of its size
+        return out.exp().log() if self.self_attn.sliding_window else out  # saves two more tensors of this size
 
     monkeypatch.setattr(Gemma2DecoderLayer, "forward", heavier)
     run, right = taking_turns(config, depth), depth % 2 == line.near % 2

@@ -1,4 +1,4 @@
-"""plan.py as typed: the table, plan.json, and a sentence for what cannot be planned."""
+"""Tests the command plan.py: its table, plan.json, and its messages for runs that cannot be planned."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from lowmem.plan.search import extend
 
 @pytest.fixture
 def planned(small, tmp_path, monkeypatch, capsys):
-    """(arguments) -> (exit code, everything printed, plan.json or None) of `python plan.py`."""
+    """Returns a function that runs `python plan.py`: (arguments) -> (exit code, printed text, plan.json or None)."""
     import plan
 
     def run(*arguments):
@@ -38,7 +38,8 @@ def planned(small, tmp_path, monkeypatch, capsys):
     return run
 
 
-FOUR = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")  # four micro-batches are left
+# the search still chooses among four micro-batch sizes
+FOUR = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
 STREAMED = ("precision=bf16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=full")
 
 
@@ -76,11 +77,11 @@ def test_runs_that_are_not_linear_in_depth_are_traced_in_full_by_the_search(plan
 
 
 @pytest.mark.matrix
-def test_plan_table_is_as_wide_as_the_terminal(planned, monkeypatch):
+def test_plan_table_is_not_wider_than_the_terminal(planned, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, said, written = planned("gpu=2GiB", "ram=64GiB", "precision=bf16-sr", "gradient_checkpointing=none")
     command, *table = said.split("planned in")[0].splitlines()
-    assert command == " ".join(["python train.py", *written["chosen"]])  # in one line: it is there to be copied
+    assert command == " ".join(["python train.py", *written["chosen"]])  # in one line, so that it can be copied
     assert max(map(len, table)) <= 80
     (head,) = [line for line in table if line.startswith("time  ")]
     assert head.split() == ["time", "device", "spare", "PyTorch", "host", "peak", "in"]
@@ -94,7 +95,8 @@ def test_plan_table_is_as_wide_as_the_terminal(planned, monkeypatch):
 
 @pytest.mark.matrix
 def test_plan_table_names_the_changes_of_each_recipe(planned):
-    """Nothing at all where the run fits as it is; and as little as it takes where it does not."""
+    """Without may_change no recipe changes the training. With may_change recipes of another precision or optimizer are
+    listed, but not recipes that change the training more than necessary."""
     fixed = ("ram=64GiB", "gradient_checkpointing=none", "loss=full", "batch_size=1")
     code, said, written = planned("gpu=2GiB", *fixed)
     assert code == 0 and {tuple(recipe["changes"]) for recipe in written["recipes"]} == {()}
@@ -103,23 +105,23 @@ def test_plan_table_names_the_changes_of_each_recipe(planned):
     changed = {tuple(recipe["changes"]) for recipe in written["recipes"]}
     assert {(), ("bf16",), ("bf16", "8-bit state")} <= changed and "No recipe changes" not in said
     assert not any("may_change" in line for line in written["chosen"])
-    assert ("bf16-sr",) not in changed  # another training: for where nothing else fits
+    assert ("bf16-sr",) not in changed  # changes the training more: only if nothing closer fits
 
 
-def test_plan_without_a_fit_names_the_missing_memory(planned):
+def test_plan_without_a_fitting_recipe_names_the_missing_memory(planned):
     code, said, written = planned("gpu=1MiB", "ram=64GiB", *FOUR)
     assert code == 2 and written["chosen"] is None
     assert "Nothing fits. The smallest recipe exceeds the card by 0.5 GiB" in said and "does not fit" in said
 
 
 @pytest.mark.matrix
-def test_plan_without_a_fit_names_the_largest_model_that_fits(planned):
+def test_plan_without_a_fitting_recipe_names_the_largest_model_that_fits(planned):
     typed = ("model=gpt2", "model.pretrained=false", "seq_len=32", "batch_size=1")
     _, said, _ = planned("gpu=1GiB", "ram=64GiB", *typed, *FOUR, "model.attention=sdpa")
     assert "The largest model of conf/model that would fit instead: tiny." in said
 
 
-def test_plan_without_search_prints_one_run_by_phase(planned):
+def test_plan_with_search_false_prints_the_memory_of_one_run_by_phase(planned):
     code, said, written = planned("gpu=2GiB", "ram=64GiB", "search=false", "precision=16-master", "optim=adamw8bit")
     (recipe,) = written["recipes"]
     need = recipe["device"]["total"] / 2**30
@@ -190,7 +192,7 @@ def test_plan_accepts_a_card_by_name(planned):
         (["batch_size=auto", "search=false"], "batch_size=auto: search=false predicts one run"),
     ],
 )
-def test_invalid_plan_command_prints_a_sentence(planned, typed, says):
+def test_invalid_plan_command_is_refused_with_a_message_and_no_traceback(planned, typed, says):
     code, said, written = planned(*typed)
     assert code != 0 and says in said and "Traceback" not in said and written is None
 
@@ -200,7 +202,7 @@ def asks(*_, **__):
 
 
 @pytest.mark.parametrize("search", ["false", "true"])
-def test_plan_of_an_untraceable_model_says_what_to_type(planned, monkeypatch, search):
+def test_plan_of_an_untraceable_model_is_refused_and_suggests_plan_off(planned, monkeypatch, search):
     monkeypatch.setattr(prediction if search == "false" else extend, "trace", asks)
     code, said, written = planned("gpu=2GiB", "ram=64GiB", f"search={search}", *MODELS["gpt2"])
     assert code == 1 and written is None and "Traceback" not in said
@@ -209,7 +211,7 @@ def test_plan_of_an_untraceable_model_says_what_to_type(planned, monkeypatch, se
 
 
 def test_error_inside_the_planner_keeps_its_traceback(planned, monkeypatch):
-    """Whatever it is that is wrong in lowmem's own code."""
+    """A bug in the planner is printed with its traceback, and with the advice to type plan=off."""
 
     monkeypatch.setattr("lowmem.plan.tracing.trace.of_phases", None)
     code, said, _ = planned("gpu=1GiB", "search=false")
@@ -217,17 +219,17 @@ def test_error_inside_the_planner_keeps_its_traceback(planned, monkeypatch):
 
 
 @pytest.mark.usefixtures("as_with_compiler")
-def test_plan_of_compiled_blocks_is_an_estimate(planned):
+def test_plan_of_compiled_blocks_is_marked_as_an_estimate(planned):
     _, said, written = planned("gpu=2GiB", "search=false", "compile=blocks")
     assert "An estimate: compiled blocks cannot be traced" in said and written["recipes"][0]["estimate"]
 
 
-def test_fsdp_on_8_devices_divides_weights_and_optimizer_state(planned):
+def test_planned_fsdp_on_8_devices_divides_weights_and_optimizer_state(planned):
     typed = ("gpu=2GiB", "ram=64GiB", "search=false", *MODELS["gpt2"])
     one = planned(*typed)[2]["recipes"][0]["phases"]
     eight = planned(*typed, "devices=8", "strategy=fsdp")[2]["recipes"][0]["phases"]
-    # Each of the 40 tensors is divided along its first dimension, which of the embedding's 300 rows leaves 38 on most;
-    # of weights and two states of each element. AdamW's count of steps is everybody's.
+    # Each of the 40 tensors is divided along its first dimension, with 12 bytes per element: a weight and two states.
+    # Of the embedding's 300 rows most devices get 38. AdamW's step counts are not divided.
     embedding, counts, workspaces = 3 * 4 * 64, 40 * 4, 2 * cards.WORKSPACE
     alone, of_eight = (phases["save"]["device"] - workspaces for phases in (one, eight))
     expected = (alone - 300 * embedding - counts) / 8 + 38 * embedding + counts
@@ -236,7 +238,7 @@ def test_fsdp_on_8_devices_divides_weights_and_optimizer_state(planned):
 
 @pytest.mark.matrix
 def test_gemma_2_from_a_folder_is_trained_and_planned(planned, command, config, small, tmp_path):
-    """Blocks that take turns, two caps, no sdpa: its blocks are not equal, and are searched all the same."""
+    """Gemma 2 has two alternating kinds of blocks, two soft caps of logits, and no sdpa attention."""
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -267,7 +269,7 @@ def test_gemma_2_from_a_folder_is_trained_and_planned(planned, command, config, 
 
 @pytest.mark.parametrize(("typed", "size"), [("precision=bf16", 4), ("precision=bf16-true", 2)])
 def test_end_of_a_run_on_a_card_needs_host_memory_only_for_the_export(planned, typed, size):
-    """Lightning's own teardown would copy weights and both of AdamW's states to the host: three times as much."""
+    """Lightning's teardown would copy the weights and both states of AdamW to the host: three times the memory."""
     _, _, written = planned("gpu=2GiB", typed, "optim=adamw", "loss=full", "search=false")
     (recipe,) = written["recipes"]
     ends, trains = (recipe["phases"][name]["host"] for name in ("save", "evaluation"))

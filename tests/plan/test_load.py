@@ -1,4 +1,4 @@
-"""Loading a folder: its file stays resident where its tensors are copied into another dtype."""
+"""Tests the predicted host memory of loading a model folder, whose weight files are memory-mapped."""
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ STREAMED = ("precision=bf16-master", "weights=streamed", "gradient_checkpointing
     ("saved", "lines", "counted"),
     [("bfloat16", ["precision=32"], True), ("float32", ["precision=32"], False), ("float32", STREAMED, True)],
 )
-def test_weight_file_counts_as_mapped_while_its_tensors_are_converted(config, tmp_path, saved, lines, counted):
+def test_mapped_weight_file_is_counted_only_if_its_tensors_are_converted_or_copied(
+    config, tmp_path, saved, lines, counted
+):
     cfg = config(*lines).resolved()
     network = load(describe(cfg), getattr(torch, saved))
     network.save_pretrained(tmp_path / "model")
@@ -27,11 +29,11 @@ def test_weight_file_counts_as_mapped_while_its_tensors_are_converted(config, tm
     assert growths[1] - growths[0] == loaded.mapped
     assert loaded.host.total <= max(
         need.host for need in loaded.phases.values()
-    )  # the system takes a file's pages back before it runs out
+    )  # the operating system evicts mapped pages before it runs out of memory
 
 
-def test_rank_0_counts_no_mapped_pages_for_weights_widened_while_sent(config, tmp_path):
-    """It has its shard and one tensor if the files have fewer bits than the run, else the full model."""
+def test_rank_0_loading_16_bit_files_in_fp32_is_predicted_to_hold_only_its_shard(config, tmp_path):
+    """Rank 0 holds its shard and one tensor if the files have fewer bits than the run, otherwise the full model."""
     cfg = config("precision=32", "model.architecture.n_embd=256").resolved()
     network, needs = load(describe(cfg), torch.float32), {}
     for saved in ("float32", "bfloat16"):
@@ -41,4 +43,4 @@ def test_rank_0_counts_no_mapped_pages_for_weights_widened_while_sent(config, tm
         predicted = predict(divided.resolved(), Target(on_card=True))
         needs[saved] = predicted.phases["load"].host - predicted.host.libraries // 2 - predicted.mapped
     full = 4 * sum(p.numel() for p in network.parameters())
-    assert needs["float32"] - needs["bfloat16"] == pytest.approx(full / 2, rel=0.1)  # the other half is the shard
+    assert needs["float32"] - needs["bfloat16"] == pytest.approx(full / 2, rel=0.1)  # its shard is the other half

@@ -1,4 +1,4 @@
-"""plan.py longest=: the largest value with which a recipe fits, and the recipe of each that was tried."""
+"""Tests `plan.py longest=...`: it finds the largest value for which a recipe fits."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from lowmem.system.errors import Refused
 
 
 class Made(Plan):
-    """A plan that fits, or none does."""
+    """A plan in which a recipe fits, or no recipe fits."""
 
     def __init__(self, fits):
         object.__setattr__(self, "fits_", fits)
@@ -44,7 +44,7 @@ def tried(question, most, positions=10**9):
         (0, [1024, 512, 256]),
     ],
 )
-def test_longest_tries_powers_of_four_and_two_finer_steps(most, numbers):
+def test_longest_seq_len_tries_powers_of_four_and_then_two_finer_steps(most, numbers):
     found, fits, _ = tried("seq_len", most)
     assert found == numbers and fits == [number <= most for number in numbers]
 

@@ -1,4 +1,4 @@
-"""Tests the roofline, the rates of a machine, and what measuring them leaves behind."""
+"""Tests the roofline model, and how the rates of a machine are measured, stored and read."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from lowmem.system.errors import Refused
 
 @pytest.fixture
 def measurements(monkeypatch, tmp_path):
-    """Replaces the measurement by a made-up machine, and counts how often it is measured."""
+    """Replaces the measurement by a stand-in. Yields a list that has one entry per measurement."""
     made = []
 
     def products(device):
@@ -54,14 +54,14 @@ def test_operator_time_is_the_longer_of_compute_and_memory_traffic():
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float64", "int64"])
-def test_products_in_a_dtype_without_a_rate_are_refused(name):
+def test_predicted_time_of_matmuls_in_a_dtype_without_a_known_rate_is_refused(name):
     rates = Machine("a card", {"float32": 1e12}, 10.0, 1.0)
     with pytest.raises(Refused, match=f"of a card is known for float32, but .* matrices in {name},.*search=false"):
         rates.operator(Work(getattr(torch, name), 10**12, 0))
-    assert rates.operator(Work(getattr(torch, name), 0, 20)) == 2 + 1  # reading and writing asks for no rate
+    assert rates.operator(Work(getattr(torch, name), 0, 20)) == 2 + 1  # memory traffic needs no matmul rate
 
 
-def test_exchange_overlaps_links_inside_and_between_nodes():
+def test_predicted_exchange_overlaps_links_inside_and_between_nodes():
     rates = Machine("", {}, 100.0)
     assert rates.exchange(Traffic(200, 300)) == 3.0
     assert replace(rates, peer=10.0).exchange(Traffic(200, 300)) == 30.0
@@ -71,8 +71,8 @@ def test_exchange_overlaps_links_inside_and_between_nodes():
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 
-def test_named_card_has_published_rates(measurements, monkeypatch):
-    """Even if another card is here. A bare size has the rates of the card that is here, or else of the reference."""
+def test_named_card_has_published_rates_even_if_another_card_is_present(measurements, monkeypatch):
+    """A card given as a size has the rates of the present card, or of the reference card if no card is present."""
     monkeypatch.setattr(machine, "measured", lambda on_card: Machine(f"measured {on_card}", {"float32": 1.0}, 1.0))
     for here in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda here=here: here)
@@ -92,8 +92,8 @@ def test_named_card_has_published_rates(measurements, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_measured_rates_of_a_card_are_in_plausible_units(monkeypatch, tmp_path):
-    """The bounds hold for any card since 2018: operations and bytes per second, of the card and of its link."""
+def test_measured_rates_of_a_card_are_plausible_and_stored(monkeypatch, tmp_path):
+    """The bounds hold for any card since 2018. Units are operations and bytes per second."""
     monkeypatch.setattr(machine, "CACHE", tmp_path)
     machine.measured.cache_clear()
     found = machine.measured(on_card=True)
@@ -105,7 +105,8 @@ def test_measured_rates_of_a_card_are_in_plausible_units(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_measuring_rates_frees_its_card_memory(measurements, monkeypatch, kept):
-    """Beside a stand-in for CUDA's allocator, which can give back only what nobody holds. Kept: the wrong variant."""
+    """`empty_cache` can release only memory that no tensor uses. Wrong on purpose (kept): a reference to the measured
+    tensor remains."""
     ones, made, held, given_back = torch.ones, [], [], []
 
     def watched(*shape, device):
@@ -169,8 +170,9 @@ def test_unwritable_rates_folder_does_not_stop_a_plan(measurements):
     assert machine.stored_rates(False) is None and machine.CACHE.read_text() == "a file"
 
 
-def test_two_processes_may_store_rates_concurrently(measurements, monkeypatch):
-    """Another process stores its rates between the write and the rename of this one; no draft is left."""
+def test_two_processes_that_store_rates_concurrently_leave_one_valid_file(measurements, monkeypatch):
+    """A second process stores its rates after the first has written its temporary file and before it renames this file.
+    No temporary file is left."""
     here = Machine("any", {"float32": 1.0}, 1.0, link=cards.LinkBandwidth(2.0, 3.0, 0.5))
     write, pid, others = Path.write_text, os.getpid(), iter([1])
 
@@ -189,7 +191,7 @@ def test_two_processes_may_store_rates_concurrently(measurements, monkeypatch):
 @pytest.mark.process
 @pytest.mark.parametrize(("said", "where"), [("rates", "rates"), ("", "~/.cache/lowmem"), ("~/mine", "~/mine")])
 def test_rates_folder_is_set_by_an_environment_variable(tmp_path, said, where):
-    """Wherever the process goes later."""
+    """A relative folder is resolved when the process starts."""
     prints = "from lowmem.plan.cost.machine import CACHE; print(CACHE)"
     environment = os.environ | {"LOWMEM_RATES": said}
     line = [sys.executable, "-c", prints]

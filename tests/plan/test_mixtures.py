@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a token's experts hold is predicted, also where their code asks which token is whose."""
+"""Tests memory predictions for mixtures of experts, also if the model's code reads which tokens each expert gets."""
 
 import pytest
 from benchmarks.architectures import shrunk
@@ -7,9 +7,9 @@ from lowmem.fit import fit
 from lowmem.plan.prediction import NotPredicted, predict
 from lowmem.plan.target import Target
 
-# Expert by expert, split by counts that are read as numbers, in one grouped product.
+# A loop over experts; a split by counts that are read on the host; one grouped matrix product.
 FAMILIES = ("longcat_flash", "jetmoe", "mixtral")
-OFF = 0.1  # of the device's peak: some of LongCat's experts compute nothing, and are taken for others
+OFF = 0.1  # of the device's peak: some of LongCat's experts compute nothing, but are predicted like the others
 SIZE = ("batch_size=8", "seq_len=128", "precision=32", "optim=sgd", "clip=null", "max_steps=2", "val_sequences=8")
 
 
@@ -21,17 +21,16 @@ def of_family(config, name, *overrides, **changes):
 
 @pytest.mark.rows("mixtral")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_peak_memory_of_a_mixture_of_experts_is_predicted(config, monkeypatch, tmp_path, name):
+def test_peak_memory_of_a_mixture_of_experts_is_predicted_within_10_percent(config, monkeypatch, tmp_path, name):
     cfg = of_family(config, name)
     measured = fit(cfg, tmp_path / "run")["peak_bytes"]["device"]
     found = predict(cfg, Target(on_card=False))
     assert abs(found.device.total / measured - 1) < OFF
     assert (found.estimate is None) == (name == "mixtral")
     assert name == "mixtral" or "spread evenly" in found.estimate
-    monkeypatch.setattr(
-        "lowmem.plan.tracing.shapes.EXPERTS", 1
-    )  # and not that each gradient is as large as all together
-    cfg = cfg.knowing(batch_size=2)  # a quarter for the experts
+    # Wrong on purpose: the gradient of one expert does not have the size of all experts.
+    monkeypatch.setattr("lowmem.plan.tracing.shapes.EXPERTS", 1)
+    cfg = cfg.knowing(batch_size=2)  # a quarter of the tokens per expert
     wrong = predict(cfg, Target(on_card=False))
     assert abs(wrong.device.total / measured - 1) > OFF
 

@@ -1,4 +1,5 @@
-"""State that CUDA pages: in no figure of the card's, on the host where the card has no room for it."""
+"""Tests predictions for paged optimizer state: it is not counted on the card, and is in host memory if the card is
+full."""
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lowmem.techniques.optim import build
 
 # Embeddings of 300 x 256 are below the 100,000 elements from which state is paged; matrices of 256 x 768 are above.
 MODEL = ["model.architecture.n_embd=256", "model.architecture.n_layer=2", "model.architecture.vocab_size=300"]
-BYTES = {"paged_adamw8bit": 2, "paged_adamw32bit": 8}  # of two buffers, per element
+BYTES = {"paged_adamw8bit": 2, "paged_adamw32bit": 8}  # bytes per element of the two moments
 
 
 def composed(config, *typed):
@@ -28,15 +29,17 @@ def composed(config, *typed):
 
 
 def large(cfg) -> int:
-    """Elements of the parameters whose state is paged: of each block 256 x 768 and twice 256 x 1024, not 256 x 256."""
+    """Returns the number of elements whose state is paged: in each block matrices of 256 x 768 and twice 256 x 1024,
+    but not 256 x 256."""
     assert cfg.model.architecture["n_embd"] == 256
     return cfg.model.architecture["n_layer"] * (256 * 768 + 2 * 256 * 1024)
 
 
 @pytest.mark.parametrize("optim", BYTES)
 @pytest.mark.parametrize("counted", [True, False])
-def test_paged_state_is_not_counted_on_the_card(config, monkeypatch, optim, counted):
-    """Beside the same optimizer without pages. Wrong on purpose: counted as what torch allocates."""
+def test_paged_optimizer_state_is_not_counted_on_the_card(config, monkeypatch, optim, counted):
+    """Compared with the optimizer without paging. Wrong on purpose (counted=False): state that torch's allocator
+    holds."""
     if not counted:
         monkeypatch.setattr(
             trace, "stand_in", lambda make, one_kernel, pages: stand_in.stand_in(make, one_kernel, False)
@@ -53,27 +56,27 @@ def test_paged_state_is_not_counted_on_the_card(config, monkeypatch, optim, coun
     assert (paged.device.total < unpaged.device.total) == counted
 
 
-def test_no_state_is_paged_without_a_card(config):
+def test_no_optimizer_state_is_paged_without_a_card(config):
     found = [predict(composed(config, f"optim={optim}"), Target(on_card=False)) for optim in BYTES]
     assert [one.paged for one in found] == [0, 0]
     assert found[1].device.optimizer > 8 * large(composed(config))
 
 
-def test_pages_move_to_the_host_as_the_card_gets_smaller():
-    # 2 GiB are needed, and torch reserves 2 beside 1 of the context before a page finds room
+def test_pages_of_optimizer_state_move_to_the_host_as_the_card_gets_smaller():
+    # GiB: 4 of paged state; torch and the CUDA context need 3 on the card before a page has room
     assert {gpu: pages_on_host(4, 3, gpu) for gpu in (2, 3, 4, 7, 8)} == {2: 4, 3: 4, 4: 3, 7: 0, 8: 0}
     assert pages_on_host(4, 3, None) == 0
 
 
-def test_host_holds_all_pages_only_while_state_is_saved_or_loaded():
+def test_paged_state_is_added_to_host_memory_except_while_it_is_saved_or_loaded():
     phases = {name: HostBytes(name, optimizer=GIB) for name in ("load", "forward", "step", "evaluation")}
     phases["save"] = HostBytes("save", optimizer=5 * GIB)
     crowded = phases | {"step": HostBytes("step", optimizer=3 * GIB)}
-    assert of_host(phases, 1, pages=4 * GIB).total == 5 * GIB  # all of it, to be written
+    assert of_host(phases, 1, pages=4 * GIB).total == 5 * GIB  # save already contains the full state
     assert [of_host(crowded, 1, pages=pages * GIB).total / GIB for pages in (4, 3, 2, 0)] == [7, 6, 5, 5]
 
 
-def test_paged_state_never_makes_a_run_unfit_for_a_card(config):
+def test_paged_optimizer_state_never_makes_a_run_unfit_for_a_card(config):
     cfg = composed(config, "optim=paged_adamw8bit")
     room, crowded = (predict(cfg, Target(True, Card(size, "made up", GIB))) for size in (9 * GIB, GIB))
     assert room.device == crowded.device and room.paged_on_host == 0
@@ -85,7 +88,7 @@ def test_paged_state_never_makes_a_run_unfit_for_a_card(config):
         assert not one.fits(Target(True, Card(one.device.total, "made up"), one.host.total - 1))
 
 
-def test_bitsandbytes_pages_state_from_the_documented_size(monkeypatch):
+def test_bitsandbytes_pages_optimizer_state_from_100000_elements(monkeypatch):
     asked = []
     monkeypatch.setattr(functional, "get_paged", lambda *shape, **_: asked.append(shape) or torch.zeros(1))
     monkeypatch.setattr(functional, "fill", lambda *_: None)
@@ -95,8 +98,8 @@ def test_bitsandbytes_pages_state_from_the_documented_size(monkeypatch):
     assert asked == [(build.PAGED_FROM,)]
 
 
-def test_meter_counts_paged_state_separately():
-    """As torch's allocator does: `is_paged` is bitsandbytes' mark."""
+def test_paged_optimizer_state_is_counted_separately_from_other_optimizer_state():
+    """bitsandbytes marks paged state with the attribute `is_paged`."""
     model = nn.Linear(64, 64, bias=False)
     made = torch.optim.SGD(model.parameters(), momentum=0.9)
     model.weight.grad = torch.ones_like(model.weight)
@@ -108,8 +111,8 @@ def test_meter_counts_paged_state_separately():
 
 
 @each_device_slowly
-def test_run_and_resume_hold_no_paged_state_on_the_card(fit, tmp_path, device):
-    """Of AdamW's 8 bytes per parameter; without CUDA nothing is paged."""
+def test_run_and_resume_hold_no_paged_optimizer_state_on_a_card(fit, tmp_path, device):
+    """On a card paging saves more than half of AdamW's 8 bytes per parameter. Without CUDA no state is paged."""
     lines = (*MODEL, "save_every=2", f"device={device}")
     runs = {
         "adamw": ("optim=adamw",),

@@ -1,9 +1,9 @@
-"""Compares what one of several devices needs and exchanges, traced over a simulated group, with the same computed by
+"""Tests memory and traffic of one of several devices, traced over a simulated process group, against values computed by
 hand.
 
-A Llama of three blocks in fp32. Two devices each have half of every matrix and norm: none has an odd first dimension.
-After the last block fully_shard has gathered the weights outside of the blocks, and no block: so much more is in memory
-than on one device. If n devices gather S bytes, S (n - 1) / n arrive at each of them.
+The model is a Llama of three blocks in fp32. Each of two devices has half of every matrix and norm, because no first
+dimension is odd. After the last block fully_shard has gathered the weights outside of the blocks, but no block, so a
+device holds these gathered weights in addition. If n devices gather S bytes, S (n - 1) / n bytes arrive at each device.
 """
 
 from types import SimpleNamespace
@@ -31,12 +31,12 @@ S = SimpleNamespace(B=2, T=16, H=64, F=128, n=4, L=3, V=2048)
 SHAPE = {"hidden_size": S.H, "intermediate_size": S.F, "num_hidden_layers": S.L, "vocab_size": S.V, "head_dim": 16}
 SHAPE |= {"num_attention_heads": S.n, "num_key_value_heads": S.n, "tie_word_embeddings": "false"}
 SHAPE |= {"bos_token_id": "null", "eos_token_id": "null"}
-BLOCK = 4 * (4 * S.H**2 + 3 * S.H * S.F + 2 * S.H)  # bytes: of attention, of the MLP, two norms
+BLOCK = 4 * (4 * S.H**2 + 3 * S.H * S.F + 2 * S.H)  # bytes of attention, the MLP and two norms
 OUTSIDE = 4 * (2 * S.V * S.H + S.H)  # embedding, head, a norm
 WHOLE = S.L * BLOCK + OUTSIDE
 HIDDEN, LOGITS = 4 * S.B * S.T * S.H, 4 * S.B * S.T * S.V
 COUNTS = 4 * (9 * S.L + 3)  # AdamW's counts of steps, one for each parameter
-WORDS = 64  # bytes: of losses and norms
+WORDS = 64  # bytes of losses and norms
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def traced(typed):
 
 
 def exchanged(shapes):
-    """(phase, kind) -> bytes of the whole."""
+    """Returns the bytes of all exchanged tensors, before they are divided, by (phase, kind)."""
     found = {}
     for (phase, one), whole in shapes.sent.items():
         found[phase, one.kind] = found.get((phase, one.kind), 0) + whole
@@ -64,11 +64,11 @@ def exchanged(shapes):
 
 
 def passing(shapes):
-    """Returns the bytes at the loss besides weights and optimizer."""
+    """Returns the bytes at the end of forward without weights and optimizer state."""
     return sum(shapes.places["forward end"].bytes[category] for category in ("activations", "other", "gradients"))
 
 
-def test_fsdp_holds_half_of_the_state_and_gathers_one_block(traced, monkeypatch):
+def test_fsdp_on_two_devices_holds_half_of_the_state_and_gathers_one_block_at_a_time(traced, monkeypatch):
     one, half = traced(), traced("strategy=fsdp", "devices=2")
     buffers = one.weights - WHOLE
     assert half.weights == WHOLE // 2 + buffers and half.gradients == WHOLE // 2
@@ -81,14 +81,14 @@ def test_fsdp_holds_half_of_the_state_and_gathers_one_block(traced, monkeypatch)
     assert said["backward", "reduce"] == WHOLE
     received = of_window(half.sent, 1, NODE)
     assert received.between == 0 and abs(received.inside - (2 * WHOLE + S.L * BLOCK) / 2) < WORDS
-    # Wrong on purpose: memory that is given back inside a storage is not seen, and every block stays gathered.
+    # Wrong on purpose: the tracker does not see that a storage is resized, so every block appears to stay gathered.
     monkeypatch.setattr(StorageTracker, "resized", lambda *_: None)
     assert passing(traced("strategy=fsdp", "devices=2")) >= kept + OUTSIDE + BLOCK
 
 
 def test_first_of_512_fsdp_ranks_holds_one_row_of_small_tensors(traced):
-    """It has one of 64 and of 128 rows, and four of the vocabulary's: in each block four matrices of attention, three
-    of the MLP, two norms."""
+    """The first rank has one row of tensors with 64 or 128 rows, and four rows of the embedding and of the head. A
+    block has four attention matrices, three MLP matrices and two norms."""
     first = traced("strategy=fsdp", "devices=512")
     elements = S.L * (4 * S.H + 2 * S.H + S.F + 2) + 2 * S.V // 512 * S.H + 1
     assert first.gradients == 4 * elements
@@ -105,14 +105,14 @@ def test_ddp_keeps_all_gradients_and_reduces_them_once_per_window(traced):
 
 
 def test_tensor_parallel_reduces_hidden_states_in_every_block(traced, monkeypatch):
-    """Two sums in each pass of a block, one for the embedding; and one behind the head, which gathers logits."""
+    """Each pass has two sums per block and one for the embedding. The head gathers the logits."""
     half = traced("strategy=tensor_parallel", "devices=2", "accumulation=fixed")
     said = exchanged(half)
     for phase in ("forward", EARLIER + "forward", "backward", EARLIER + "backward"):
         assert said[phase, "both"] == (2 * S.L + 1) * HIDDEN, phase
     assert said["forward", "gather"] == LOGITS
     norms = 4 * (2 * S.L + 1) * S.H
-    # Wrong on purpose: what was sent for becomes another tensor when it has come, as torch's own mode has it.
+    # Wrong on purpose: a received tensor is counted as a new tensor, as in torch's fake tensor mode.
     monkeypatch.setattr(shapes, "WAITS", None)
     wrong = traced("strategy=tensor_parallel", "devices=2", "accumulation=fixed")
     assert wrong.phases["forward"].total == half.phases["forward"].total + LOGITS
@@ -137,8 +137,9 @@ def test_pipeline_with_one_micro_batch_and_chunked_loss_is_traced(traced):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_pipeline_plan_is_that_of_the_neediest_stage(typed, schedule, monkeypatch):
-    """A large vocabulary leaves the first and the last stage one block. Wrong: to look at these two alone."""
+def test_planned_memory_of_a_pipeline_is_that_of_its_largest_stage(typed, schedule, monkeypatch):
+    """With a large vocabulary the first and the last stage have one block each. Wrong on purpose: only these two stages
+    are traced."""
     lines = ("strategy=pipeline", "devices=4", f"strategy.schedule={schedule}", "accumulation=fixed")
     cfg = typed(*lines, "accumulation.batches=6", "model.architecture.num_hidden_layers=12")
     stages = [max(point.total for point in trace(cfg, False, rank=rank).phases.values()) for rank in range(4)]
@@ -178,7 +179,7 @@ def test_parameter_exchange_overlaps_with_compute_and_gradient_sums_do_not(confi
         shapes = SimpleNamespace(sent=sent, steps_on_host=False, waits_on_host=False, **none)
         return window(machine, cfg, shapes, taken, 1).transfers - taken["sum"]
 
-    whole = 4e9  # half of it comes, in two seconds
+    whole = 4e9  # bytes; half of them arrive, in two seconds
     assert waits({("backward", Collective("gather", pair, False)): whole}) == pytest.approx(1.0)
     assert waits({("backward", Collective("gather", pair, True)): whole}) == pytest.approx(2.0)
     assert waits({("backward", Collective("gather", (0, 8), True)): whole}) == pytest.approx(20.0)
@@ -197,11 +198,11 @@ def test_host_memory_is_multiplied_by_the_processes_on_it():
 @pytest.mark.process
 @pytest.mark.matrix
 def test_memory_of_two_ranks_equals_the_prediction():
-    """3 %: a plan counts tensors to the byte, and an engine has counters and words beside them."""
+    """Within 3 %: the plan counts tensors to the byte, and the libraries allocate some counters in addition."""
     rows = {strategy: ranks.row(strategy, "10M", "4 micro-batches, checkpointing") for strategy in ranks.STRATEGIES}
     assert {strategy: one for strategy, one in rows.items() if "refused" in one} == {}
     assert {strategy: error for strategy, one in rows.items() if abs(error := ranks.error(one)) > 0.03} == {}
-    wrong = rows["fsdp"] | {"predicted": rows["ddp"]["predicted"]}  # on purpose: nothing is divided
+    wrong = rows["fsdp"] | {"predicted": rows["ddp"]["predicted"]}  # wrong on purpose: the state is not divided
     assert ranks.error(wrong) > 0.03
 
 
@@ -210,7 +211,7 @@ def test_memory_of_two_ranks_equals_the_prediction():
     [
         ((), 0),
         (("strategy=fsdp", "devices=2"), 1),
-        # all of them for the norm, those that divide a matrix, and those that divide what is left of it
+        # process groups: all devices (for the norm), tensor parallel, and FSDP
         (("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=2", "devices=4"), 3),
     ],
 )

@@ -1,4 +1,5 @@
-"""Recipes: only what may be changed is, what is closest to the typed training comes first, and then the fastest."""
+"""Tests the search for recipes: it changes only settings that it may change, prefers recipes closest to the typed
+training, and among these the fastest."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -63,7 +64,7 @@ class Candidate:
 
 
 def all_of(asked, card=None):
-    """Returns every recipe that a climb may look at."""
+    """Returns every recipe that the climb of a route may try."""
     found = []
     for training in trainings(asked, card):
         for route in routes(asked, training):
@@ -77,7 +78,7 @@ def all_of(asked, card=None):
 
 @cache
 def found_for(*lines, may_change=None):
-    """Candidates of one micro-batch and one way to compute."""
+    """Returns the candidates with one micro-batch, no checkpointing and the full loss."""
     return all_of(typed(*lines, "batch_size=1", "gradient_checkpointing=none", "loss=full", may_change=may_change))
 
 
@@ -98,7 +99,7 @@ def test_search_keeps_typed_choices_and_the_effective_batch():
 
 
 @pytest.mark.matrix
-def test_masters_use_the_host_variant_of_the_optimizer():
+def test_recipes_with_masters_use_the_host_variant_of_the_8_bit_optimizer():
     for lines, optimizers in (([], {"adamw", "adamw8bit", "adafactor"}), (["optim=adam8bit"], {"adam8bit"})):
         found = found_for(*lines)
         assert {r.option["optim"] for r in found if r.option["precision"] == "bf16-master"} == optimizers
@@ -175,7 +176,7 @@ def test_may_change_selects_the_groups_that_the_search_varies():
         assert ({p for p, _ in found}, {o for _, o in found}) == (precisions, optimizers), (said, may_change)
 
 
-def test_optimizer_with_8_bit_state_keeps_the_other_arguments():
+def test_recipe_with_8_bit_state_keeps_the_other_arguments_of_the_optimizer():
     """Shipped, adam8bit has no weight decay, and adamw has."""
     (eight,) = [one.option for one in found_for("precision=32") if one.option["optim"] == "adam8bit"]
     assert {key: value for key, value in eight.items() if key.startswith("optim.")} == {"optim.weight_decay": "0.1"}
@@ -188,7 +189,7 @@ def test_optimizer_with_8_bit_state_keeps_the_other_arguments():
 
 
 def test_candidate_config_with_swapped_groups_equals_a_composed_one():
-    """As if it were composed, in a tenth of the time."""
+    """Swapping groups in a composed config takes a tenth of the time of composing."""
     asked = typed("device=cpu", "seq_len=64")
     for checkpointing, loss, more in (("offload", "chunked", {}), ("every_k", "full", {"precision": "bf16-sr"})):
         recipe = {"gradient_checkpointing": checkpointing, "loss": loss, **more}
@@ -231,7 +232,7 @@ def test_search_with_typed_step_in_backward_finds_a_recipe():
 
 
 def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
-    """A recipe may be refused only when it is traced; others are still tried."""
+    """Some recipes are refused only while they are traced. The search then tries the others."""
     honest = recipes.predict
 
     def predict(run, *given):
@@ -247,7 +248,7 @@ def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
 
 
 def test_device_lower_bound_of_a_sharded_run_is_below_its_trace():
-    """Weights that wait on the host are not counted, and stages and shards have a part each."""
+    """The bound omits weights in host memory, and counts one stage or shard of the others."""
     lines = [*SHAPE, "precision=bf16", "optim=adamw", "devices=2", "accumulation=none", "gradient_checkpointing=none"]
     target = Target(True, card(2**40))
     for strategy in ("fsdp", "fsdp_offload", "pipeline"):
@@ -293,8 +294,9 @@ def test_single_micro_batch_is_chosen_if_the_host_has_no_room_for_gradient_sums(
 
 @pytest.mark.seam
 @pytest.mark.parametrize("clip", ["null", "1.0"])
-def test_early_steps_by_layer_need_less_host_memory_than_by_micro_batch(clip):
-    """Then a block's gradients are gone before the next block's come. Wrong: clipping needs all of them at once."""
+def test_windows_by_layer_need_less_host_memory_than_by_micro_batch_only_without_clipping(clip):
+    """By layer and without clipping, the gradients of a block are freed before the next block computes
+    its gradients. Clipping needs all gradients at once."""
     window = ("batch_size=1", "accumulation=fixed", "accumulation.batches=8", "gradient_checkpointing=offload")
     asked = typed(*WIDE, *STREAMED, *window, f"clip={clip}")
     of_run = recipes._Search(asked, Target(True, card(2**40)))
@@ -308,7 +310,7 @@ def test_early_steps_by_layer_need_less_host_memory_than_by_micro_batch(clip):
 
 @pytest.fixture
 def ranked(monkeypatch):
-    """(recipes, room, may_change) -> the plan of made-up recipes: tier by their changes, bytes and seconds as given."""
+    """Returns a function: (recipes, room, may_change) -> plan. The recipes have made-up bytes and seconds."""
 
     def make(recipes_, room, may_change=None):
         asked = typed("batch_size=1", "gradient_checkpointing=none", "loss=full", may_change=may_change)
@@ -345,13 +347,13 @@ MADE = {  # (precision, optimizer) -> (bytes, seconds)
 @pytest.mark.parametrize(
     ("room", "may_change", "chosen"),
     [
-        (100, None, "as typed"),  # though others are faster
+        (100, None, "as typed"),  # although others are faster
         (99, None, "bf16"),
         (79, None, "bf16-master, 8-bit state"),
         (39, None, "bf16-sr, adafactor for adamw"),
         (19, None, None),
-        (100, ["precision", "optim"], "bf16"),  # asked for: what is close is taken where it is faster
-        (39, ["precision", "optim"], "bf16-sr, adafactor for adamw"),  # and what is not, where nothing else fits
+        (100, ["precision", "optim"], "bf16"),  # with may_change a close recipe is chosen if it is faster
+        (39, ["precision", "optim"], "bf16-sr, adafactor for adamw"),  # a less close recipe only if nothing else fits
     ],
 )
 def test_recipe_closest_to_the_typed_training_ranks_first(ranked, room, may_change, chosen):
@@ -374,14 +376,14 @@ def test_every_candidate_config_of_a_search_equals_a_composed_one():
 @pytest.mark.parametrize(
     ("named", "strategy", "sequences"),
     [
-        ("strategy=tensor_parallel", "tensor_parallel", 8),  # of which all eight read the same
+        ("strategy=tensor_parallel", "tensor_parallel", 8),  # all eight devices read the same data
         ("strategy=fsdp", "fsdp", 8),
-        ("strategy=ddp", "ddp", 8),  # where none is typed, too
+        ("strategy=ddp", "ddp", 8),
         ("strategy=ddp", "tensor_parallel", 64),
     ],
 )
 def test_window_of_several_devices_keeps_the_typed_number_of_sequences(named, strategy, sequences):
-    """Each device that reads data of its own counts."""
+    """Only devices that read different data multiply the number of sequences."""
     asked = typed("devices=8", "device=cpu", "batch_size=8", named)
     asked = replace(asked, lines=())
     tried = micro_batches(asked, asked.config({"strategy": strategy}))
@@ -413,7 +415,7 @@ def test_fastest_fitting_recipe_ranks_first_and_unfitting_recipes_last():
     asked = replace(asked, lines=[line for line in asked.lines if not line.startswith("batch_size")])
     plan = recipes.search(asked, Target(True, card(2**40), 2**40))
     whole = plan.chosen
-    assert whole.traced and whole.overrides == () and len(plan.recipes) == 2  # and the smallest
+    assert whole.traced and whole.overrides == () and len(plan.recipes) == 2  # the chosen recipe and the smallest
     some = recipes.search(asked, Target(True, card(int(0.8 * whole.prediction.device.total)), 2**40))
     fits = [*map(some.fits, some.recipes)]
     assert fits == sorted(fits, reverse=True) and sum(fits) < len(fits)
@@ -435,14 +437,17 @@ def test_recomputation_costs_one_forward_pass_of_the_blocks():
         return sum(work.flops * times for (phase, work), times in found.work.items() if phase in phases)
 
     more = flops(again, "backward") - flops(kept, "backward")
-    head, last = 2 * 8 * 128 * 64 * 1000, DEPTH * 2 * 8 * 128 * 64 * 256  # nobody needs a block's last product again
+    head, last = (
+        2 * 8 * 128 * 64 * 1000,
+        DEPTH * 2 * 8 * 128 * 64 * 256,
+    )  # the last product of a block is not recomputed
     assert more == pytest.approx(flops(kept, "forward") - head - last, rel=1e-6)
     parameters = 12 * 64 * 64 * DEPTH
     attention = 4 * 8 * 128 * 128 * 64 * DEPTH
     assert flops(kept, "forward") == 2 * 8 * 128 * parameters + attention + head
 
 
-# --- weights that stream ----------------------------------------------------------------------------------------------
+# --- streamed weights -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
@@ -476,7 +481,8 @@ def test_streamed_windows_are_tried_in_both_orders():
 
 @pytest.mark.matrix
 def test_search_streams_only_the_blocks_that_do_not_fit():
-    """If not all blocks fit, as many as fit stay. Wrong: a recipe that streams beside one that fits."""
+    """If not all blocks fit on the card, the blocks that fit stay resident. No streamed recipe is listed if the
+    resident recipe fits."""
     lines = ("model.architecture.n_embd=1024", *SHAPE[1:3], "model.architecture.vocab_size=300", "seq_len=16")
     lines += ("batch_size=1", "device=cpu", "precision=bf16-master", "optim=adamw", "loss=full")
     asked = typed(*lines, "gradient_checkpointing=offload", may_change=[])
@@ -496,7 +502,8 @@ def test_search_streams_only_the_blocks_that_do_not_fit():
 
 @pytest.mark.parametrize("loss", ["full", "chunked", "tiled"])
 def test_choices_are_tried_from_most_to_least_memory_whatever_the_experiment_chooses(loss):
-    """The last one is taken for the smallest recipe: two equal shares would leave that to the order of the config."""
+    """The last choice of each group is used for the smallest recipe. If two choices declared equal memory shares, the
+    order of the config files would decide."""
     asked = replace(typed(f"loss={loss}"), lines=())  # as an experiment does, nothing is typed
     for group in COMPUTED:
         tried = [name for name, technique in techniques(group).items() if technique.tried]

@@ -1,4 +1,5 @@
-"""Tests that an operator's outputs are made again from the notes about it: the same as torch works out each time."""
+"""Tests the cache of operator outputs in a trace: cached outputs equal the fake tensors that torch computes each
+time."""
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ def _nothing_is_known(monkeypatch):
 
 
 def told(tensor, among):
-    """Everything of a tensor that a plan reads; among: those whose storage it may share."""
+    """Returns all attributes of a tensor that a plan reads. Args: among: tensors whose storage it may share."""
     sharing = [storage_key(tensor) == storage_key(other) for other in among]
     storage = tensor.untyped_storage().nbytes()
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), storage, sharing, tensor.device
 
 
 def computed():
-    """One of each kind: new, a view, in place, several, of several, of another dtype, of parts of a storage."""
+    """Yields outputs of each kind of operator: new tensors, views, in-place results, several outputs, several inputs,
+    other dtypes, and parts of a storage."""
     x, y = torch.empty(4, 6), torch.empty(6, dtype=torch.bfloat16)
     yield from (x + y, x.t(), x[1:, ::2], x[:, 3].view(2, 2), x.add_(1), x.add_(1.0), x * x, x * torch.empty(4, 6))
     yield from (*x.split(2), *x.max(0), torch.cat([x, x]), y.float(), y.to(torch.bfloat16), x.view(torch.int32))
@@ -64,7 +66,7 @@ def test_tensor_passed_twice_to_an_operator_is_read_once():
 
 def test_out_argument_is_returned_by_a_cached_operator():
     with ShapeMode():
-        for _ in range(2):  # the second is made again from what was noted
+        for _ in range(2):  # the second output comes from the cache
             row, column, out = torch.empty(4, 1), torch.empty(1, 3), torch.empty(4, 3)
             assert torch.mul(row, column, out=out) is out
             assert torch.add(out, 1, out=(resized := torch.empty(0))).shape == resized.shape == (4, 3)
@@ -89,10 +91,10 @@ def test_data_dependent_operators_are_not_cached():
         constant = torch.tensor(3)
         constant.add(1)
         torch.empty(3).as_strided_((2,), (1,))
-    assert len(shapes._known) <= known + 2  # `empty`, and what made the constant
+    assert len(shapes._known) <= known + 2  # `empty`, and the operator that made the constant
 
 
-def test_device_query_counts_as_no_work():
+def test_device_query_during_a_trace_counts_as_no_work():
     seen = ShapeMode()
     seen.phase = "forward"
     with seen:
@@ -102,7 +104,7 @@ def test_device_query_counts_as_no_work():
     assert sum(seen.work.values()) < 20
 
 
-def test_composite_operator_is_counted_once():
+def test_memory_traffic_of_a_composite_operator_is_counted_once():
     seen = ShapeMode()
     seen.phase = "forward"
     with seen:

@@ -1,4 +1,4 @@
-"""A run is predicted by tracing it by shape: beside what its meter then measures."""
+"""Tests the prediction of a run's memory by a trace of tensor shapes, against the memory that the run measures."""
 
 import csv
 import json
@@ -16,13 +16,13 @@ from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import Steady, trace
 from lowmem.system import process
 
-COMPILED = ("compile=blocks",)  # allocates unseen
+COMPILED = ("compile=blocks",)  # its allocations cannot be traced
 STEADY = 3  # the step at which a run is compared
-SCALARS = 1024  # bytes: of the losses and counts that earlier micro-batches of a window left
-ANSWERS = 8 * 2 * 8  # bytes: a float64 for each answer, which a reference says of it, or which a loss keeps
-OTHER_BATCH = 8 * parity.LENGTH * 4 * 8  # bytes: ids and labels of rows and of mismatched rows
-TABLES = 4096  # bytes that all parameters share: two tables of 256 floats, which a rate per element leaves out
-ORDER = 300 * 64 * 4  # bytes of the largest parameter: whose scratch meets which gradient is the real step's own affair
+SCALARS = 1024  # bytes of losses and counts of the earlier micro-batches of a window
+ANSWERS = 8 * 2 * 8  # bytes: a float64 for each answer, of the reference model or of the loss
+OTHER_BATCH = 8 * parity.LENGTH * 4 * 8  # bytes of ids and labels, of rows and of mismatched rows
+TABLES = 4096  # bytes of tables that all parameters share; a rate per element omits them
+ORDER = 300 * 64 * 4  # bytes of the largest parameter: the order of updates in the real step is not traced
 PHASES = ("forward", "backward", "step", "evaluation")
 # Matrices of 64 x 64 are the smallest whose state 8-bit optimizers hold in 8 bits.
 MODELS = {
@@ -32,7 +32,7 @@ MODELS = {
 
 
 def measured(folder) -> dict[str, dict[str, int]]:
-    """Phase -> its row of memory.csv: of a steady step, and of the evaluation."""
+    """Returns the rows of memory.csv by phase: of a steady step, and of the evaluation."""
     with (folder / "memory.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["live_peak_bytes"]]
     return {
@@ -47,7 +47,8 @@ def traced(cfg):
 
 
 def cases():
-    """Steps that are compiled for each shape of a parameter are compiled for one model in `make test`."""
+    """Yields (choice, model). adamw4bit compiles its update for each shape of a parameter, so `make test` runs it for
+    one model only."""
     for choice in [c for c in parity.CHOICES if c not in COMPILED] + ["optim.in_backward=true"]:
         for model in MODELS:
             slow = model == "gpt2" and choice == "optim=adamw4bit"
@@ -56,8 +57,8 @@ def cases():
 
 @pytest.fixture(scope="module")
 def full_rows(tmp_path_factory) -> list[str]:
-    """Pairs whose answers are longer than a row. Their prompts are one token, which nothing predicts: all labels count,
-    as in the plan's example."""
+    """Writes preference pairs whose answers are longer than a row. The prompt is one token, so all labels count, as in
+    the plan's example batch."""
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     draw, letters = random.Random(0), string.ascii_letters
     texts = lambda: {key: " ".join(["", *draw.choices(letters, k=90)]) for key in ("chosen", "rejected")}  # noqa: E731
@@ -87,11 +88,11 @@ def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_row
     found, phases = measured(folder), traced(cfg).phases
     for phase in PHASES:
         beyond = phases[phase].total - found[phase]["live_peak_bytes"]
-        if cfg.technique("optim").steps_by is None:  # state and scratch from a probe's rates
+        if cfg.technique("optim").steps_by is None:  # state and scratch are estimated from a probe of the optimizer
             assert abs(beyond) <= TABLES + (ORDER if phase == "step" else 0)
         else:
             allowed = SCALARS if choice.startswith("accumulation") else ANSWERS if full_rows[0] in typed else 0
-            # An evaluation looks ahead through its other batches while it holds the first; that of a plan has one.
+            # The evaluation of the run prefetches a second batch; the evaluation of a plan has one batch.
             allowed += OTHER_BATCH if (choice, phase) == ("loss=kto", "evaluation") else 0
             assert abs(beyond) <= allowed, (phase, phases[phase], found[phase])
             for category in ("weights", "gradients", "optimizer"):
@@ -103,8 +104,8 @@ def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_row
 @pytest.mark.rows("offload-null")
 @pytest.mark.parametrize("clip", ["null", "1.0"])
 @pytest.mark.parametrize("policy", ["offload", pytest.param("every_layer", marks=pytest.mark.matrix)])
-def test_by_layer_window_is_predicted_to_the_byte(config, fit, clip, policy):
-    """To the byte. Wrong on purpose: a micro-batch less, and each micro-batch by itself."""
+def test_memory_of_a_window_by_layer_is_predicted_to_the_byte(config, fit, clip, policy):
+    """Wrong on purpose: predictions for one micro-batch less, and for weights.order=by_micro_batch."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"clip={clip}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
     typed += ["accumulation=fixed"]
@@ -137,7 +138,7 @@ PACKED = ["seq_len=512", "batch_size=2", "max_steps=3", "val_every=3", "sample_t
 def test_packed_documents_are_predicted_without_an_attention_mask(
     config, fit, monkeypatch, text_folder, tmp_path, model, more
 ):
-    """At 512 tokens a mask would be as much as all the weights."""
+    """At 512 tokens a mask would be as large as all weights."""
     for file in text_folder.iterdir():  # documents of a third of a row
         for number, start in enumerate(range(0, 60, 5)):
             lines = file.read_text().splitlines()[start : start + 5]
@@ -153,18 +154,18 @@ def test_packed_documents_are_predicted_without_an_attention_mask(
 
 
 def test_packed_documents_on_a_card_are_predicted_with_the_varlen_kernel(config):
-    """It stores as much as one document in each row. In fp32 documents take turns, in a fused kernel, where rows of one
-    document, whose queries share keys, take the math kernel."""
+    """In bf16 the varlen kernel saves about as much as attention over joined rows. In fp32 documents run one after
+    another in a fused kernel, while joined rows with grouped heads run in the math kernel."""
     typed = [*MODELS["llama"], *PACKED]
     in_bf16, wide = [*typed, "precision=bf16"], [*typed, "precision=32"]
     documents = [trace(config(*lines, "data.packing=documents"), on_card=True).phases for lines in (in_bf16, wide)]
     joined = [trace(config(*lines, "data.packing=joined"), on_card=True).phases for lines in (in_bf16, wide)]
-    mask = 2 * 512 * 512 * 2  # bytes; positions, and angles of them for each row, are there too
+    mask = 2 * 512 * 512 * 2  # bytes; positions and their angles add a little
     assert documents[0]["forward"].total - joined[0]["forward"].total < mask / 4
     assert documents[1]["forward"].total < 0.7 * joined[1]["forward"].total
 
 
-def test_tiled_sequence_is_predicted_to_the_byte(config, fit):
+def test_memory_of_a_tiled_sequence_is_predicted_to_the_byte(config, fit):
     typed = [*MODELS["llama"], "model.architecture.num_hidden_layers=2", "model.architecture.intermediate_size=512"]
     typed += ["seq_len=128", "batch_size=2", "max_steps=3", "val_every=3", "precision=bf16-master"]
     typed += ["gradient_checkpointing=every_layer"]
@@ -176,7 +177,8 @@ def test_tiled_sequence_is_predicted_to_the_byte(config, fit):
 
 
 def test_memory_of_a_tiled_sequence_is_linear_in_the_batch_size(config):
-    """From where on the sums of a part's gradients are no longer most of it; recipes are derived so."""
+    """From 8 sequences on, where the gradient sums of the slices are no longer most of the memory. The search relies on
+    this."""
     typed = [*MODELS["gpt2"], "model.architecture.n_positions=128", "seq_len=128", "gradient_checkpointing=every_layer"]
     sizes = (traced(config(*typed, "tile.tokens=50", f"batch_size={size}")).phases for size in (8, 12, 16))
     first, second, third = (phases["backward"].total for phases in sizes)
@@ -184,7 +186,7 @@ def test_memory_of_a_tiled_sequence_is_linear_in_the_batch_size(config):
 
 
 def test_padded_rows_are_predicted_without_an_attention_mask(config):
-    """They are planned as long as a row can be. Labels are neither a view of the ids nor a copy in the loss."""
+    """Padded rows are planned at full length. Labels are neither a view of the ids nor a copy in the loss."""
     joined, padded = (traced(config("seq_len=512", f"data.packing={kind}")).phases for kind in ("joined", "padded"))
     assert abs(padded["forward"].total - joined["forward"].total) < SCALARS
 
@@ -200,7 +202,7 @@ def test_padded_rows_are_predicted_without_an_attention_mask(config):
         ("precision=bf16-master", "precision=bf16-true"),
     ],
 )
-def test_wrong_prediction_exceeds_every_tolerance(config, fit, real, wrong):
+def test_prediction_of_a_different_run_exceeds_every_tolerance(config, fit, real, wrong):
     typed = [*MODELS["gpt2"], "max_steps=3", "val_every=3", "batch_size=8"]
     _, folder = fit(*typed, real)
     traces = ["model.architecture.n_layer=2", real] if wrong == "one block less" else [wrong]
@@ -212,13 +214,14 @@ def test_wrong_prediction_exceeds_every_tolerance(config, fit, real, wrong):
 
 
 def test_data_dependent_queries_of_a_step_are_answered_in_a_trace(config):
-    """fp16's overflow, clipping by the norm and a chunked loss all ask the gradients or labels something."""
+    """The overflow check of fp16, clipping by norm and a chunked loss read values of gradients or labels, which a trace
+    does not have."""
     found = traced(config("precision=16", "clip=0.5", "loss=chunked", "loss.rows=7", "accumulation=fixed"))
     assert set(PHASES) <= set(found.phases)
 
 
 def test_long_trace_is_not_thinned(config, monkeypatch):
-    """Places are counted in events, and the host's peak on a CPU is beside the device's."""
+    """The planner finds points of a timeline by counting events, so it needs all points."""
     cfg = config("gradient_checkpointing=every_layer").resolved()
     full = trace(cfg, on_card=False)
     monkeypatch.setattr("lowmem.memory.tracker.MOST", 5)
@@ -226,8 +229,8 @@ def test_long_trace_is_not_thinned(config, monkeypatch):
 
 
 @pytest.mark.matrix
-def test_tracing_70b_parameters_takes_little_memory(config):
-    """Only the shapes are here: 70B parameters in fp32 would be 260 GiB."""
+def test_tracing_70b_parameters_takes_less_than_512_mib(config):
+    """A trace has only shapes: 70B parameters in fp32 would take 260 GiB."""
     process.reset_peak_rss()
     before = process.rss_bytes()
     cfg = config(
@@ -243,7 +246,8 @@ def test_tracing_70b_parameters_takes_little_memory(config):
 
 
 def test_tracing_skips_rejection_sampling_of_initial_weights(config):
-    """A truncated normal is drawn until every number is inside, which no number is that does not exist."""
+    """A truncated normal is drawn again until every number is inside its bounds. In a trace numbers do not exist, so
+    this loop would never end."""
     keys = {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -257,7 +261,7 @@ def test_tracing_skips_rejection_sampling_of_initial_weights(config):
     assert traced(cfg).parameters > 0
 
 
-def test_endless_loop_on_a_random_number_is_not_predicted(config, monkeypatch):
+def test_tracing_an_endless_loop_on_a_random_number_stops_without_a_prediction(config, monkeypatch):
     from transformers import GPT2Model
 
     from lowmem.plan.prediction import NotPredicted, predict
@@ -265,7 +269,7 @@ def test_endless_loop_on_a_random_number_is_not_predicted(config, monkeypatch):
     forward = GPT2Model.forward
 
     def waits(self, *args, **kwargs):
-        while torch.rand(1) > 0.5:  # which a trace answers with yes
+        while torch.rand(1) > 0.5:  # in a trace this is always true
             pass
         return forward(self, *args, **kwargs)
 
@@ -275,13 +279,15 @@ def test_endless_loop_on_a_random_number_is_not_predicted(config, monkeypatch):
         predict(config().resolved(), Target(on_card=False))
 
 
-def test_operator_budget_is_far_above_the_needs_of_a_trace(config, monkeypatch):
-    monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 10_000)  # 2 blocks; the shipped one is 25 times as many
+def test_trace_of_two_blocks_needs_less_than_10000_operators(config, monkeypatch):
+    monkeypatch.setattr(
+        "lowmem.plan.tracing.shapes.OPERATORS", 10_000
+    )  # for 2 blocks; the default budget is 25 times as large
     assert traced(config()).parameters > 0
 
 
 def test_operator_budget_raises_at_any_operator(config, monkeypatch):
-    """Not inside what C++ asks about a tensor, where an exception ends the process."""
+    """But never inside a query from C++ about a tensor, where an exception would end the process."""
     from lowmem.plan.prediction import NotPredicted, predict
 
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
@@ -295,7 +301,7 @@ def test_operator_budget_raises_at_any_operator(config, monkeypatch):
 
 
 def test_exceeded_operator_budget_inside_a_pipeline_is_reported(config, monkeypatch):
-    """Whose schedule wraps what a stage raises."""
+    """A pipeline schedule wraps the exceptions of its stages."""
     from lowmem.plan.prediction import NotPredicted, predict
 
     monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 500)
@@ -305,7 +311,7 @@ def test_exceeded_operator_budget_inside_a_pipeline_is_reported(config, monkeypa
 
 
 def test_trace_of_a_cuda_run_on_a_cpu_equals_the_cpu_trace(config):
-    """As `train.py device=cuda` hands it over: with every value resolved, the plugin's device too."""
+    """In a config of `train.py device=cuda` every value is resolved, including the device of the precision plugin."""
     here, there = (config("precision=bf16-master", f"device={device}") for device in ("cpu", "cuda"))
     assert traced(there).phases == traced(here).phases
 
@@ -314,15 +320,16 @@ def test_trace_of_a_cuda_run_on_a_cpu_equals_the_cpu_trace(config):
 
 
 def bytes_each(cfg):
-    """Bytes per parameter, by phase."""
+    """Returns the memory traffic in bytes per parameter, by phase."""
     found, moved = traced(cfg), Counter()
     for (phase, work), times in found.work.items():
         moved[phase] += work.moved * times / found.parameters
     return moved
 
 
-def test_step_traffic_is_norm_clipping_and_update(config):
-    """In fp32: the norm reads the gradient (4), clipping reads and writes it (8), fused AdamW moves 28."""
+def test_traffic_of_an_optimizer_step_is_that_of_norm_clipping_and_update(config):
+    """In fp32, in bytes per parameter: the norm reads the gradient (4), clipping reads and writes it (8), and fused
+    AdamW moves 28."""
     found = bytes_each(config("clip=1.0"))
     assert found["step"] == pytest.approx(4 + 8, rel=0.02) and found["update"] == pytest.approx(28, rel=0.02)
     found = bytes_each(config("clip=null"))
@@ -336,21 +343,22 @@ def test_step_in_backward_is_counted_once_and_outside_backward(config):
         assert inside[phase] == pytest.approx(after[phase], rel=0.02), phase
 
 
-def test_host_masters_sum_and_step_with_the_expected_traffic(config):
-    """A window of one micro-batch keeps 16 bits: read and written (4), their norm (2), widened (6), unscaled and
-    clipped (16), stepped (28), rounded into the weight (8). Of several each adds to an fp32 sum (10), read from then on
-    as such (4)."""
+def test_host_masters_sum_gradients_and_step_with_hand_computed_traffic(config):
+    """In bytes per parameter. A window of one micro-batch keeps 16-bit gradients: copied (4), read for the norm (2),
+    widened to fp32 (6), unscaled and clipped (16), used in the update (28), and the master rounded to the weight (8).
+    In a window of several micro-batches each gradient is added to an fp32 sum (10), and the norm reads the sum (4)."""
     one = bytes_each(config("precision=bf16-master", "clip=1.0"))
     assert [one[phase] for phase in ("sum", "step", "update")] == pytest.approx([4, 2, 58], rel=0.02)
     some = bytes_each(config("precision=bf16-master", "clip=1.0", "accumulation=fixed", "accumulation.batches=2"))
     assert [some[phase] for phase in ("sum", "step", "update")] == pytest.approx([10, 4, 60], rel=0.02)
     early = bytes_each(config("precision=bf16-master", "clip=null"))
-    assert early["update"] == pytest.approx(58 + 2, rel=0.02)  # whether the gradient is finite is seen there
+    assert early["update"] == pytest.approx(58 + 2, rel=0.02)  # the update also checks that the gradient is finite
     assert early["backward"] == pytest.approx(one["backward"], rel=0.02) and early["step"] < 0.01
 
 
 def test_adafactor_on_16_bit_weights_moves_about_200_bytes_per_parameter(config):
-    """Adafactor with random rounding: some 200 bytes per parameter, not 3 weights and 2 states, 6 bytes."""
+    """Adafactor with stochastic rounding is a sequence of operators, each of which reads and writes memory. A single
+    kernel would move about 6 bytes."""
     found = bytes_each(config("precision=bf16-sr", "optim=adafactor"))
     assert 150 < found["update"] < 220 and found["step"] == pytest.approx(2 + 4, rel=0.02)
 
@@ -363,10 +371,15 @@ STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer")
     [
         ("precision=bf16-master", "optim=adafactor"),
         ("precision=bf16-sr", "optim=adafactor", *STREAMED),
-        ("precision=bf16-master", "optim=adamw8bit", "clip=null", *STREAMED),  # blocks' weights step where they stream
+        (
+            "precision=bf16-master",
+            "optim=adamw8bit",
+            "clip=null",
+            *STREAMED,
+        ),  # streamed weights are updated during backward
     ],
 )
-def test_host_step_of_one_weight_stands_for_all_of_its_shape(config, monkeypatch, lines):
+def test_traced_host_step_of_one_weight_stands_for_all_weights_of_its_shape(config, monkeypatch, lines):
     found, steps = traced(config(*lines)), Counter()
 
     def every(state, weight, known):
@@ -387,10 +400,10 @@ def test_recomputation_counts_as_backward_and_leaves_the_step_unchanged(config):
     assert again["step"] == plain["step"]
 
 
-def test_state_of_a_third_parameter_is_copied_from_two_of_its_kind():
+def test_optimizer_state_of_a_third_parameter_is_derived_from_two_of_its_shape():
     from lowmem.plan.tracing.trace import another
 
-    table = torch.ones(4)  # of all parameters
+    table = torch.ones(4)  # shared by all parameters
     first, second = ({"step": 1, "moments": [torch.ones(2, 3)], "table": table} for _ in range(2))
     third = another(first, second)
     assert third["step"] == 1 and third["table"] is table

@@ -1,4 +1,4 @@
-"""Computes the duration of an optimizer step by hand, with everything that overlaps in a run."""
+"""Tests the predicted duration of an optimizer step, with overlapping copies, against durations computed by hand."""
 
 from collections import Counter
 from dataclasses import replace
@@ -44,8 +44,9 @@ def test_window_time_on_a_cpu_is_the_sum_of_all_parts():
     assert found == WindowTime(3 * (2 + 4), 3 * 0.25, 0.5 + 3) and found.seconds == 18 + 0.75 + 3.5
 
 
-def test_offloaded_boundaries_overlap_with_forward_and_backward():
-    """6 bytes at 2 a second take 3 seconds: a forward pass of 2 waits for 1, a backward pass of 4 for none."""
+def test_offload_of_block_inputs_overlaps_with_forward_and_backward():
+    """6 bytes at 2 bytes per second take 3 seconds: forward (2 seconds) waits for 1 second, and backward (4 seconds)
+    does not wait."""
     found = step_time.window(card(2.0), cfg("precision=bf16"), shapes(steps_on_host=False, offloaded=6), TAKEN, 2)
     assert found == WindowTime(2 * (2 + 4), 2 * 1, 0.5 + 3)
 
@@ -54,17 +55,19 @@ def test_offloaded_boundaries_overlap_with_forward_and_backward():
     ("link", "sums", "waits"),
     [(10.0, 0.0, 0.0), (5.0, 0.0, 0.0), (2.0, 0.0, 6.0), (10.0, 7.0, 3.0), (2.0, 7.0, 6.0)],
 )
-def test_gradients_leave_during_backward(link, sums, waits):
-    """10 gradients of 2 bytes beside 4 seconds of backward, whether the link or the host is slower; and so do sums."""
-    fast = 1e9  # of the host's memory: no time for the slots
+def test_copies_and_sums_of_gradients_overlap_with_backward(link, sums, waits):
+    """20 bytes of gradients are copied during 4 seconds of backward, and summed on the host. The slower of link and
+    host decides."""
+    fast = 1e9  # bytes per second of host memory: staging takes no time
     taken = TAKEN | {"sum": sums}
     found = step_time.window(card(link, fast), cfg("precision=bf16-master", "clip=1.0"), shapes(), taken, 3)
     assert found.passes == 18 and found.transfers == pytest.approx(3 * waits)
 
 
 def test_host_update_overlaps_with_the_next_forward_pass():
-    """3 seconds beside 2, after the norm; the first layer's 4 of 10 parameters are waited for in any case. Slots take 4
-    bytes a parameter. Weights that come back more slowly than the host updates are what is waited for."""
+    """After the norm, an update of 3 seconds overlaps with 2 seconds of forward, which waits at least for the largest
+    weight: 4 of 10 parameters. Staging adds 4 bytes per parameter of host traffic. If the link is slower than the
+    update, forward waits for the copies of the weights."""
     typed = cfg("precision=bf16-master", "clip=1.0")
     assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 1.2)
     slow = TAKEN | {"update": 12.0}
@@ -73,15 +76,16 @@ def test_host_update_overlaps_with_the_next_forward_pass():
     assert step_time.window(card(2.0, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 10 - 2)
 
 
-def test_early_step_overlaps_with_backward():
-    """The norm is part of it then. What the last backward pass does not hide is the rest, or the embeddings' update."""
+def test_early_updates_overlap_with_backward():
+    """Early updates include the norm. The step waits for the part that the last backward pass does not hide, but at
+    least for the update of the embedding."""
     typed = cfg("precision=bf16-master", "clip=null")
     assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1) == (6.0, 0.0, pytest.approx(1.2))
     slow = step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN | {"update": 12.0}, 2)
     assert slow == (12.0, 0.0, pytest.approx(0.5 + 12 - 4))
 
 
-def test_sums_and_steps_of_host_masters_run_at_host_speed():
+def test_gradient_sums_and_updates_of_host_masters_run_at_host_speed():
     there = Machine("card", FLOPS, 100.0, 0.0, host=Machine("host", FLOPS, 2.0, 0.0))
     work = {(phase, Work(torch.float32, 0, 200)): 1 for phase in ("forward", "sum", "step", "update")}
     found = shapes(work=work)
@@ -91,8 +95,8 @@ def test_sums_and_steps_of_host_masters_run_at_host_speed():
     assert beside == {"forward": 2, "backward": 0} | dict.fromkeys(at_host, 2)
 
 
-def test_slow_cpu_update_takes_its_declared_factor():
-    """adam8bit declares 6 times as long as its bytes. Wrong: as if a card's kernel were as slow."""
+def test_update_of_an_optimizer_that_is_slow_on_a_cpu_takes_its_declared_factor():
+    """adam8bit declares that its update on a CPU takes 6 times as long as its memory traffic. On a card it does not."""
     on_host, on_card = cfg("precision=bf16-master", "optim=adam8bit"), cfg("precision=32", "optim=adam8bit")
     assert step_time.window(card(1.0).host, on_host, shapes(), TAKEN, 1).step == 0.5 + 6 * 3
     assert step_time.window(card(1e9), on_card, shapes(steps_on_host=False), TAKEN, 1).step == 0.5 + 3
@@ -100,19 +104,20 @@ def test_slow_cpu_update_takes_its_declared_factor():
 
 @pytest.mark.parametrize(("duplex", "waits"), [(1.0, (5 - 2) + (5 - 4)), (0.5, (5 - 2) + (7.5 - 4))])
 def test_sharded_weights_offloaded_to_the_host_are_copied_for_each_pass(duplex, waits):
-    """20 bytes at 4 a second come for forward, and come for backward while as many bytes of gradients leave."""
+    """20 bytes of weights at 4 bytes per second arrive for forward, and again for backward, while 20 bytes of gradients
+    leave."""
     found = shapes(steps_on_host=False, waits_on_host=True)
     assert step_time.window(card(4.0, duplex=duplex), cfg("precision=bf16"), found, TAKEN, 1) == (6, waits, 0.5 + 3)
 
 
-# --- weights that come from the host ----------------------------------------------------------------------------------
+# --- streamed weights -------------------------------------------------------------------------------------------------
 
-FROZEN = {"trained_parameters": 2, "largest_trained": 1}  # most weights are: hardly a gradient leaves
+FROZEN = {"trained_parameters": 2, "largest_trained": 1}  # most weights are frozen, so few gradients leave
 
 
 def streamed(link, *typed, micro_batches=1, duplex=1.0, **said):
-    """Returns a trace of 10 parameters, 8 of which wait on the host, in 4 blocks: 16 bytes come in forward, and 12 in
-    backward."""
+    """Returns the window time of a model of 10 parameters, 8 of which are streamed, in 4 blocks: 16 bytes are copied to
+    the card in forward, and 12 in backward."""
     asked = cfg("precision=bf16-master", *typed)
     found = shapes(**({"streamed": 16, "blocks": (4, 4)} | said))
     return step_time.window(card(link, 1e9, duplex), asked, found, TAKEN, micro_batches)
@@ -120,19 +125,22 @@ def streamed(link, *typed, micro_batches=1, duplex=1.0, **said):
 
 @pytest.mark.parametrize(("link", "waits"), [(8.0, 0.0), (4.0, 2 + 1), (2.0, 6 + 6)])
 def test_streamed_weights_arrive_for_each_pass_beside_gradients(link, waits):
-    """Beside 2 and 4 seconds, in which 20 bytes of gradients leave meanwhile."""
+    """Forward takes 2 seconds and backward 4, in which 20 bytes of gradients also leave."""
     for micro_batches in (1, 3):
         found = streamed(link, "clip=1.0", micro_batches=micro_batches)
         assert found.passes == micro_batches * 6 and found.transfers == pytest.approx(micro_batches * waits)
 
 
 def test_by_layer_micro_batches_share_the_copies_of_the_weights():
-    """16 bytes come once for all of forward, 12 once for all of backward; sums of the blocks' 8 gradients leave once, 4
-    bytes each, and the other 2 gradients three times. A head comes for each micro-batch."""
+    """The weights are copied once for forward (16 bytes) and once for backward (12 bytes) of all micro-batches. The
+    sums of the blocks' 8 gradients leave once with 4 bytes each, and the other 2 gradients three times. A streamed head
+    is copied for each micro-batch."""
     by_layer = ("clip=1.0", "weights=streamed", "weights.order=by_layer", "gradient_checkpointing=offload")
     found = streamed(4.0, *by_layer, micro_batches=3, trained_in_blocks=8)
     assert found.passes == 6 and found.transfers == pytest.approx((4 - 2) + (11 - 4))
-    assert streamed(4.0, *by_layer, trained_in_blocks=8).transfers == pytest.approx((4 - 2) + (5 - 4))  # of one
+    assert streamed(4.0, *by_layer, trained_in_blocks=8).transfers == pytest.approx(
+        (4 - 2) + (5 - 4)
+    )  # one micro-batch
     head = streamed(4.0, *by_layer, micro_batches=3, trained_in_blocks=8, head=4)
     assert head.transfers == pytest.approx((4 + 3 - 2) + (11 - 4))
     here = step_time.window(card(1.0).host, cfg("precision=bf16-master", *by_layer), shapes(), TAKEN, 3)
@@ -140,13 +148,14 @@ def test_by_layer_micro_batches_share_the_copies_of_the_weights():
 
 
 def test_last_streamed_block_is_not_copied_again_for_backward():
-    """6 seconds up instead of 4. Wrong: as if it came once more."""
+    """Backward waits 2 seconds. Wrong on purpose: the last block is copied again, and backward waits 4 seconds."""
     assert streamed(2.0, "clip=1.0", **FROZEN).transfers == pytest.approx(6 + 2)
     assert streamed(2.0, "clip=1.0", **FROZEN, blocks=(4, 0)).transfers == pytest.approx(6 + 4)
 
 
-def test_boundaries_and_streamed_weights_share_the_link():
-    """6 bytes: 2 seconds that are hidden in forward, and 2 that are not in backward, where weights take 4 of 4."""
+def test_offloaded_block_inputs_and_streamed_weights_share_the_link():
+    """6 bytes of block inputs take 2 seconds in each direction. Forward hides them, and backward does not, because
+    weights use the link for all of its 4 seconds."""
     alone, both = streamed(3.0, "clip=1.0", **FROZEN), streamed(3.0, "clip=1.0", **FROZEN, offloaded=6)
     assert alone.transfers == pytest.approx(16 / 3 - 2) and both.transfers == pytest.approx(16 / 3 - 2 + 2)
 
@@ -155,20 +164,25 @@ def test_boundaries_and_streamed_weights_share_the_link():
     ("duplex", "up", "down", "takes"),
     [(1.0, 6, 4, 6), (0.5, 6, 4, 8), (0.5, 2, 4, 4), (0.5, 1, 4, 4), (0.5, 6, 0, 6), (0.25, 0, 4, 4)],
 )
-def test_half_duplex_link_slows_copies_up_while_copies_run_down(duplex, up, down, takes):
-    """A share of 0.5: in 4 seconds 2 of 6 seconds' bytes have gone up, and the other 4 follow alone."""
+def test_half_duplex_link_slows_copies_to_the_card_while_copies_to_the_host_run(duplex, up, down, takes):
+    """With duplex=0.5, copies to the card run at half the rate while copies to the host run: in 4 seconds 2 of 6
+    seconds' bytes are copied, and the other 4 follow alone."""
     assert Load(up=up, down=down).seconds(cards.LinkBandwidth(1.0, 1.0, duplex)) == takes
 
 
-def test_streamed_weights_slow_down_while_gradients_leave():
-    """10 seconds of gradients beside 6 of weights, which have half of the link meanwhile: 5 of 6, and 1 follows."""
+def test_half_duplex_link_slows_streamed_weights_while_gradients_leave():
+    """While gradients leave for 10 seconds, weights run at half the rate: 5 of their 6 seconds are copied, and 1 second
+    follows."""
     assert streamed(2.0, "clip=1.0", duplex=0.5).transfers == pytest.approx(6 + (10 + 1 - 4))
-    assert streamed(2.0, "clip=1.0", duplex=0.9).transfers == pytest.approx(6 + 6)  # they fit beside the gradients
+    assert streamed(2.0, "clip=1.0", duplex=0.9).transfers == pytest.approx(
+        6 + 6
+    )  # the weights arrive before all gradients have left
     assert streamed(2.0, "clip=1.0", **FROZEN, duplex=0.5).transfers == pytest.approx(6 + 2 + 0.5 * 2)
 
 
-def test_streamed_weights_slow_down_while_boundaries_leave():
-    """2 seconds of boundaries in forward, and 2 of gradients in backward: half of that is added."""
+def test_half_duplex_link_slows_streamed_weights_while_block_inputs_leave():
+    """Block inputs leave for 2 seconds in forward, and gradients for 4 / 3 seconds in backward. Half of both is
+    added."""
     alone, shared = (streamed(3.0, "clip=1.0", **FROZEN, offloaded=6, duplex=share) for share in (1.0, 0.5))
     assert shared.transfers == pytest.approx(alone.transfers + 2 / 2 + 4 / 3 / 2)
 
@@ -177,9 +191,9 @@ def both_shares(asked, found):
     return [step_time.window(card(2.0, duplex=share), asked, found, TAKEN, 2) for share in (1.0, 0.5)]
 
 
-def test_duplex_share_does_not_matter_if_copies_run_in_one_direction():
-    """Masters whose gradients leave in backward and whose weights come back in forward, and boundaries of a run that
-    steps on the card."""
+def test_half_duplex_link_is_as_fast_as_full_duplex_if_copies_run_in_one_direction():
+    """Two runs: with masters, gradients leave in backward and weights return in forward; with an update on the card,
+    block inputs leave in forward and return in backward."""
     for asked, found in (
         (cfg("precision=bf16-master", "clip=1.0"), shapes()),
         (cfg("precision=bf16"), shapes(steps_on_host=False, offloaded=6)),
@@ -188,10 +202,11 @@ def test_duplex_share_does_not_matter_if_copies_run_in_one_direction():
         assert alone == shared
 
 
-def test_weights_of_an_early_step_return_beside_leaving_gradients():
-    """10 seconds each: half of the weights have come back when the last gradient has left, and 5 seconds follow."""
+def test_weights_updated_early_return_to_the_card_while_gradients_leave():
+    """Gradients and weights take 10 seconds each. With duplex=0.5 half of the weights have returned when the last
+    gradient has left, and 5 seconds follow."""
     alone, shared = both_shares(cfg("precision=bf16-master", "clip=null"), shapes())
-    host = 0.5 + 3 + 2 * 20 / 1 - 10  # which reads and writes slots at one byte a second, and is slower here
+    host = 0.5 + 3 + 2 * 20 / 1 - 10  # the host stages at one byte per second, which is slower than the link
     assert alone.step == shared.step == pytest.approx(host)
     early = cfg("precision=bf16-master", "clip=null")
     fast = [step_time.window(card(2.0, 1e9, share), early, shapes(), TAKEN, 1) for share in (1.0, 0.5)]
@@ -199,12 +214,12 @@ def test_weights_of_an_early_step_return_beside_leaving_gradients():
 
 
 def test_streamed_weights_are_updated_on_the_host_and_resident_weights_copied_back():
-    """Only the other 2 updated ones come to the device: after 8 seconds of the next forward pass 1 second each for 2
-    bytes, or after 10 of backward, in which 12 of the link's 20 bytes were weights. Wrong: all of them."""
+    """Only the 2 resident parameters are copied to the card after their update: 2 seconds. Wrong on purpose: 10
+    parameters are copied."""
     assert streamed(2.0, "clip=1.0").step == pytest.approx(0.5 + 2)
     assert streamed(2.0, "clip=1.0", trained_parameters=18).step == pytest.approx(0.5 + 10)
     early = streamed(2.0, "clip=null", **(FROZEN | {"trained_parameters": 9}))
-    assert early == (6.0, pytest.approx(6 + 5), pytest.approx(1 / 3))  # an embedding's update of 3 seconds / 9
+    assert early == (6.0, pytest.approx(6 + 5), pytest.approx(1 / 3))  # the update of one of 9 parameters
 
 
 def test_every_copy_on_a_cpu_adds_its_time():
@@ -218,13 +233,13 @@ def test_every_copy_on_a_cpu_adds_its_time():
     [("rtx3060", 663), ("rtx4060ti-16gb", 2235), ("rtx4090", 4337), ("rtx5090", 2078), ("h100", 9787)],
 )
 def test_tokens_from_which_streaming_is_free_follow_from_card_rates(name, tokens):
-    """0.65 x FLOP/s over bytes/s: 0.65 x 25.5e12 / 25e9."""
+    """0.65 x FLOP/s divided by bytes/s; for the RTX 3060 0.65 x 25.5e12 / 25e9."""
     there = machine(True, cards.named(name))
     assert step_time.free_from(there, "bfloat16") == pytest.approx(tokens, abs=1)
 
 
 def test_streaming_is_free_when_forward_takes_as_long_as_its_weights():
-    """There are 1000 weights, and as many operations and bytes a second as make it 50 tokens."""
+    """The rates are chosen so that streaming 1000 weights is free from 50 tokens on."""
     share = step_time.REACHED / COMPUTE
     there = replace(card(4.0), flops={"bfloat16": 50 * 4.0 / share})
     for tokens, waits in ((50, 0.0), (25, 250.0)):

@@ -1,4 +1,4 @@
-"""Bytes and operations of single operators: by hand."""
+"""Tests the memory traffic of single operators and optimizers against values computed by hand."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ N = 1 << 12
 
 
 def work(make, field="moved"):
-    """Returns the bytes per parameter of the call that `make` returns."""
+    """Returns the traffic (or another field of the work) per parameter of the call that `make` returns."""
     with ShapeMode() as shapes:
         call = make()
         shapes.phase = "update"
@@ -44,7 +44,8 @@ def test_fused_adamw_moves_28_bytes_per_parameter():
 
 @pytest.mark.parametrize(("optim", "bytes_each"), [("adamw", 28), ("adam8bit", 12 + 2 * 2 * (1 + 4 / 256))])
 def test_optimizer_stand_in_moves_gradient_weight_and_state_bytes(optim, bytes_each):
-    """As one kernel does: fp32 state, or state in 8 bits with an fp32 scale for each block of 256."""
+    """The stand-in counts the optimizer as one kernel, with fp32 state, or 8-bit state with an fp32 scale per 256
+    elements."""
     run = resolved(run_of(["model=gpt2", "batch_size=1", "precision=32", f"optim={optim}"]), on_card=False)
     standing_in = stand_in(build.optimizer(run), one_kernel=True, pages=False)
 
@@ -59,8 +60,9 @@ def test_optimizer_stand_in_moves_gradient_weight_and_state_bytes(optim, bytes_e
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_sgd_moves_24_bytes_per_parameter(foreach):
-    """p -= lr (g + decay p): g is copied with p added (12 bytes), and p is read and written with that (12)."""
+def test_sgd_with_weight_decay_moves_24_bytes_per_parameter(foreach):
+    """p -= lr (g + decay p): the sum of g and decay p is written to a copy (12 bytes), and then p is updated with this
+    copy (12)."""
     steps = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1, foreach=foreach)
     assert work(lambda: steps([parameter()]).step) == pytest.approx(24, rel=0.01)
 
@@ -68,7 +70,7 @@ def test_sgd_moves_24_bytes_per_parameter(foreach):
 @pytest.mark.parametrize(
     ("call", "bytes_each"),
     [
-        (lambda a, b: a.copy_(b), 8),  # what is overwritten is not read
+        (lambda a, b: a.copy_(b), 8),  # the overwritten tensor is not read
         (lambda a, b: a.add_(b), 12),
         (lambda a, b: a.zero_(), 4),
         (lambda a, b: torch.add(a, b), 12),
@@ -77,7 +79,7 @@ def test_sgd_moves_24_bytes_per_parameter(foreach):
         (lambda a, b: torch.empty_like(a), 0),
         (lambda a, b: a.view(2, -1), 0),
         (lambda a, b: a.new_empty(3), 0),
-        (lambda a, b: torch.ones(1).expand(N).mul(a), 8),  # and what is repeated is read once
+        (lambda a, b: torch.ones(1).expand(N).mul(a), 8),  # an expanded tensor is read once
     ],
 )
 def test_operator_traffic_equals_hand_computed_bytes(call, bytes_each):
@@ -85,8 +87,9 @@ def test_operator_traffic_equals_hand_computed_bytes(call, bytes_each):
 
 
 @pytest.mark.parametrize("part_first", [False, True])
-def test_expanded_tensor_is_counted_by_its_storage(monkeypatch, part_first):
-    """A sum of 1,000 rows that are one: it reads 1,000 numbers and writes one, whichever storage was seen first."""
+def test_memory_traffic_of_an_expanded_tensor_is_counted_by_its_storage(monkeypatch, part_first):
+    """The sum of a row that is expanded to 1,000 rows reads 1,000 numbers and writes one, whichever tensor was traced
+    first."""
     monkeypatch.setattr("lowmem.plan.tracing.shapes._known", {})
     row, first_of_many = (lambda: torch.ones(1, 1000)), (lambda: torch.ones(1000, 1000)[:1])
     for make in (first_of_many, row) if part_first else (row, first_of_many):
@@ -96,7 +99,7 @@ def test_expanded_tensor_is_counted_by_its_storage(monkeypatch, part_first):
 
 
 def test_stochastic_rounding_moves_60_to_72_bytes_per_parameter():
-    """Read and written 4 bytes at a time: noise 4, its addition 12, the masking 8, finite? (absolute values 8, compared
-    5, with itself 9 or 5, both 3), the choice 13, and the copy in 16 bits 6."""
+    """Bytes read and written per element: noise 4, addition 12, masking 8, isfinite 21 to 25 (absolute value 8,
+    comparison with infinity 5, comparison with itself 9 or 5, product 3), selection 13, and the copy to 16 bits 6."""
     found = work(lambda: partial(stochastically, torch.ones(N), torch.ones(N, dtype=torch.bfloat16)))
     assert 60 <= found <= 72

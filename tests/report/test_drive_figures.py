@@ -1,4 +1,5 @@
-"""A run with a drive shows what it stores, reads and writes there, and a run without one shows nothing of it."""
+"""Tests that a run with a drive reports the bytes that it stores, reads and writes there, and a run without a drive
+does not."""
 
 import csv
 import json
@@ -49,7 +50,7 @@ def test_run_without_a_drive_reports_no_drive_values(fit, caplog):
     assert {cell for column in memory if column.startswith("drive") for cell in memory[column]} == {""}
 
 
-# load, a first step that makes the state, and two that are alike
+# loading, a first step that creates the optimizer state, and two equal steps
 ROWS = [
     {"step": step, "phase": phase, "drive_bytes": size, "drive_read_bytes": read, "drive_written_bytes": written}
     for step, phase, size, read, written in (
@@ -62,7 +63,7 @@ ROWS = [
 ROWS.insert(2, {"step": 1, "phase": "evaluation"})
 
 
-def test_drive_figures_are_those_of_a_steady_step():
+def test_reported_drive_bytes_and_rates_are_those_of_a_steady_step():
     shown = drive_figures.figures(SimpleNamespace(direct=True), ROWS, seconds=2.0)
     assert shown == {
         "bytes": 4 * GIB,
@@ -73,23 +74,25 @@ def test_drive_figures_are_those_of_a_steady_step():
         "written_gb_per_second": pytest.approx(4 * GIB / 2 / 1e9),
         "written_tb_per_1000_steps": pytest.approx(4 * GIB / 1e9),
     }
-    loads = [row | {"phase": "step"} for row in ROWS if row["phase"] == "load"]  # the wrong variant: it counts as steps
+    loads = [
+        row | {"phase": "step"} for row in ROWS if row["phase"] == "load"
+    ]  # wrong on purpose: loading counts as steps
     assert drive_figures.figures(SimpleNamespace(direct=True), [*ROWS, *3 * loads], 2.0) != shown
 
 
-def test_drive_table_shows_wear_and_dashes_for_unknown_rates():
+def test_drive_table_shows_terabytes_per_1000_steps_and_dashes_for_unknown_rates():
     direct, buffered = (SimpleNamespace(direct=is_direct) for is_direct in (True, False))
     rows = dict(drive_figures.lines(drive_figures.figures(direct, ROWS, 2.0)))
     assert rows["on the drive"] == "4.000 GiB" and rows["  written per step"] == "4.000 GiB, 2.15 GB/s"
     assert rows["  written per 1,000 steps"] == "4.295 TB"
-    rows = dict(drive_figures.lines(drive_figures.figures(buffered, ROWS, None)))  # a resumed run that had no step left
+    rows = dict(drive_figures.lines(drive_figures.figures(buffered, ROWS, None)))  # a resumed run without a step
     assert rows["on the drive"] == "4.000 GiB (buffered)" and rows["  read per step"] == "3.000 GiB, - GB/s"
     assert drive_figures.figures(direct, ROWS[:1], 2.0) is None and drive_figures.figures(None, ROWS, 2.0) is None
     assert not list(drive_figures.lines(None))
 
 
 @pytest.mark.parametrize(("direct", "says"), [(True, "direct I/O"), (False, "refuses direct I/O")])
-def test_log_says_how_the_drive_is_accessed(caplog, direct, says):
+def test_log_states_whether_the_drive_is_accessed_by_direct_io(caplog, direct, says):
     with caplog.at_level("INFO", logger="lowmem"):
         drive_figures.log_access(SimpleNamespace(folder="scratch", direct=direct))
         drive_figures.log_access(None)

@@ -1,4 +1,4 @@
-"""The balance of a mixture's experts in metrics.csv."""
+"""Tests the balance of a mixture's experts that metrics.csv reports."""
 
 import csv
 import math
@@ -19,7 +19,7 @@ def mixture(**keys):
 
 
 def route(model, scores):
-    """Makes each router send every token by the same scores. Args: scores: of the experts."""
+    """Makes each router use the same scores for every token. Args: scores: (4,) a score per expert."""
     for block in model.model.layers:
         block.mlp.gate.forward = lambda x: (
             scores.expand(len(x), 4),
@@ -28,7 +28,7 @@ def route(model, scores):
         )
 
 
-def test_balance_of_one_expert_is_0_and_of_even_experts_is_1():
+def test_expert_entropy_is_0_if_one_expert_is_used_and_1_if_all_are_used_evenly():
     model = mixture()
     balance = ExpertBalance(model)
     route(model, torch.tensor([0.0, 1.0, 0.0, 0.0]))
@@ -41,7 +41,7 @@ def test_balance_of_one_expert_is_0_and_of_even_experts_is_1():
     assert balance.read() == {"expert_entropy": pytest.approx(1.0), "expert_largest_share": 0.25}
 
 
-def test_balance_equals_the_entropy_of_counted_choices():
+def test_expert_entropy_equals_the_entropy_of_counted_router_choices():
     model, chosen = mixture(num_experts_per_tok=2, num_hidden_layers=1), []
     model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda module, args: chosen.append(args[1]))
     balance = ExpertBalance(model)
@@ -51,7 +51,7 @@ def test_balance_equals_the_entropy_of_counted_choices():
     assert balance.read()["expert_entropy"] == pytest.approx(entropy)
 
 
-def test_balance_is_counted_for_experts_that_receive_the_number_of_their_tokens():
+def test_expert_balance_is_counted_for_experts_that_receive_numbers_of_tokens():
     torch.manual_seed(0)
     sizes = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
     sizes |= {"kv_channels": 8, "num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 4}
@@ -63,14 +63,14 @@ def test_balance_is_counted_for_experts_that_receive_the_number_of_their_tokens(
     assert 0 < read["expert_entropy"] <= 1 and 0.25 <= read["expert_largest_share"] < 1
 
 
-def test_evaluations_and_dense_models_are_not_counted():
+def test_expert_balance_does_not_count_forward_passes_in_eval_mode():
     model = mixture().eval()
     balance = ExpertBalance(model)
     model(input_ids=torch.arange(8)[None])
     assert balance.read() == {}
 
 
-def test_run_of_a_mixture_logs_its_balance_in_metrics(fit, tmp_path):
+def test_run_of_a_mixture_of_experts_logs_expert_balance_in_metrics_csv(fit, tmp_path):
     shape = ", ".join(f"{key}: {value}" for key, value in SIZES.items())
     model = ["model=hf", "model.name=mixture", "model.pretrained=false", "lr=1e-3"]
     _, run = fit(*model, f"model.architecture={{model_type: qwen3_moe, {shape}}}", folder="run")

@@ -1,4 +1,4 @@
-"""A run says what to type next, and what a default may not be meant for."""
+"""Tests the hints of a run: commands to type next, and defaults that may not suit the run."""
 
 import pytest
 
@@ -13,11 +13,11 @@ PUBLISHED = ("model=hf", "model.name=somewhere")
         (("adapter=lora",), True),
         (("adapter=qlora", "model.lr=2e-5"), True),
         (("adapter=lora", "lr=2e-4"), False),
-        ((), False),  # all weights: the model's lr is meant for them
-        (("adapter=lora", "model.pretrained=false"), False),  # nobody knows what suits a random start
+        ((), False),  # all weights are trained: the model's lr suits them
+        (("adapter=lora", "model.pretrained=false"), False),  # no lr is known to suit random weights
     ],
 )
-def test_adapter_with_the_default_lr_of_full_training_is_warned(config, caplog, typed, told):
+def test_lr_hint_is_logged_only_for_adapters_with_the_default_lr_of_full_training(config, caplog, typed, told):
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_lr(config(*PUBLISHED, *typed, base=()))
     assert ("with AdamW, type lr=2e-4" in caplog.text) == told
@@ -38,14 +38,14 @@ def test_adapter_with_the_default_lr_of_full_training_is_warned(config, caplog, 
         ),
         ("max_steps=51", None),
         ("max_steps=1", "warmup of 50 steps is longer than this run (max_steps=1): the learning rate ends at 2e-05"),
-        ("max_steps=20 scheduler.warmup=0.03", None),  # as it says to type
+        ("max_steps=20 scheduler.warmup=0.03", None),  # the advice of the hint
         ("max_steps=20 scheduler.warmup=1", "warmup of 20 steps is as long as this run (max_steps=20)"),
         ("max_steps=20 scheduler=linear scheduler.warmup_steps=21", "warmup of 21 steps is longer than this run"),
         ("max_steps=20 scheduler=linear", None),
         ("max_steps=20 optim.lr=2e-3", "learning rate ends at 0.0008"),
     ],
 )
-def test_run_shorter_than_its_warm_up_is_warned(config, caplog, typed, told):
+def test_warmup_hint_is_logged_only_if_the_warmup_is_at_least_as_long_as_the_run(config, caplog, typed, told):
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_schedule(config("lr=1e-3", *typed.split(), base=()))
     assert told in caplog.text if told else not caplog.text
@@ -56,11 +56,13 @@ def test_run_shorter_than_its_warm_up_is_warned(config, caplog, typed, told):
     [
         ("max_steps=80", 0.0, True),
         ("max_steps=80 scheduler=linear", 0.0, True),
-        ("max_steps=80", 5e-4, False),  # as it would have gone on: half of the cosine is done
-        ("max_steps=80 scheduler=constant lr=2e-4", 5e-4, False),  # what was typed
+        ("max_steps=80", 5e-4, False),  # the schedule is equal: half of the cosine is done
+        ("max_steps=80 scheduler=constant lr=2e-4", 5e-4, False),  # the advice of the hint
     ],
 )
-def test_resume_that_changes_the_lr_schedule_is_reported_with_both_rates(config, caplog, typed, before, told):
+def test_resume_hint_with_both_learning_rates_is_logged_only_if_the_schedule_changes(
+    config, caplog, typed, before, told
+):
     with caplog.at_level("INFO", logger="lowmem"):
         run = config("lr=1e-3", "scheduler.warmup_steps=0", *typed.split(), base=())
         hints.tell_schedule(run, ("resume=there", 40, before))
@@ -70,13 +72,13 @@ def test_resume_that_changes_the_lr_schedule_is_reported_with_both_rates(config,
 
 
 @pytest.mark.parametrize("optim", ["adamw4bit", "adamw8bit"])
-def test_optimizer_that_compiles_in_its_first_step_is_announced(config, caplog, optim):
+def test_compilation_hint_is_logged_only_for_optimizers_compiled_in_the_first_step(config, caplog, optim):
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_compilation(config(f"optim={optim}"))
     assert ("the first step compiles this optimizer" in caplog.text) == (optim == "adamw4bit")
 
 
-def test_files_of_a_run_are_named_in_one_line(tmp_path, capsys, monkeypatch):
+def test_files_written_by_a_run_are_listed_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("run/model", "run/.hydra"):
         (tmp_path / name).mkdir(parents=True)

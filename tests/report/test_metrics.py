@@ -1,4 +1,4 @@
-"""The clock counts steps and nothing else; a loss of nan ends the run with a message."""
+"""Tests the metrics of a run: step times, the progress bar, metrics.csv, and the refusal of a NaN loss."""
 
 import csv
 import errno
@@ -18,7 +18,7 @@ def test_evaluations_and_saves_are_excluded_from_step_time(fit, monkeypatch, tmp
     from lowmem.saving.checkpoint import AtomicCheckpointIO
     from lowmem.training.module import CausalLM
 
-    now = 0.0  # a clock that only evaluations and saves move: a busy machine proves nothing
+    now = 0.0  # a clock that only evaluations and saves advance, so a busy machine changes nothing
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
 
     def slow(function):
@@ -47,11 +47,11 @@ def test_evaluations_and_saves_are_excluded_from_step_time(fit, monkeypatch, tmp
     monkeypatch.setattr(Metrics, "close", closing)
     with pytest.raises(Refused, match="cannot be written"):
         fit("max_steps=9", "save_every=1", "val_every=2")
-    assert len(seconds) == 4  # seven windows, the first three are warm-up
+    assert len(seconds) == 4  # seven windows, of which the first three are warm-up
     assert now > 7 and max(seconds) == 0.0
     with (tmp_path / "run" / "memory.csv").open() as file:
         saved = [row["step"] for row in csv.DictReader(file) if row["phase"] == "save"]
-    assert saved == [str(step) for step in range(1, 8)]  # also the one that failed is measured within its own step
+    assert saved == [str(step) for step in range(1, 8)]  # the failed save is also measured in its own step
 
 
 def test_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
@@ -67,7 +67,9 @@ def test_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
 
     monkeypatch.setattr(metrics, "tqdm", Bar)
     fit("max_steps=5")
-    assert [bar["total"] for bar in made] == [5, 2] and all(bar["disable"] is None for bar in made)  # and evaluation's
+    assert [bar["total"] for bar in made] == [5, 2] and all(
+        bar["disable"] is None for bar in made
+    )  # training and evaluation
     assert [n for n, _ in shown] == [1, 2, 3, 4, 5]
     for word in ("loss ", "tokens/s", "peak ", " MiB"):
         assert word in shown[-1][1]
@@ -86,11 +88,11 @@ def test_remaining_time_is_printed_once_without_a_progress_bar(fit, monkeypatch,
 @pytest.mark.parametrize(
     ("seconds", "said"), [(45.2, "45 s"), (754, "13 min"), (7199, "2 h 0 min"), (12000, "3 h 20 min")]
 )
-def test_duration_is_formatted_in_readable_units(seconds, said):
+def test_duration_is_formatted_in_seconds_minutes_or_hours(seconds, said):
     assert duration(seconds) == said
 
 
-def test_loss_that_is_nan_stops_the_run_before_it_saves(fit, monkeypatch, tmp_path):
+def test_nan_loss_stops_the_run_before_it_saves_a_checkpoint(fit, monkeypatch, tmp_path):
     full = losses.full
     monkeypatch.setattr(losses, "full", lambda *a: full(*a) * torch.tensor(float("nan")))
     with pytest.raises(Refused, match="smaller lr"):
@@ -102,7 +104,7 @@ def test_loss_that_is_nan_stops_the_run_before_it_saves(fit, monkeypatch, tmp_pa
     assert not list(tmp_path.glob("*/checkpoints/*"))
 
 
-def test_metrics_have_rows_of_evaluations_and_of_the_first_and_last_step(fit):
+def test_metrics_csv_has_rows_for_evaluations_and_for_the_first_and_last_step(fit):
     _, run = fit("log_every=4", "max_steps=4", "val_every=2")
     rows = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()[1:]]
     assert [(row[0], bool(row[3]), bool(row[4])) for row in rows] == [
@@ -122,21 +124,22 @@ def gradient_norms(folder):
     ("precision", "how"),
     [("32", "optim=adamw"), ("32", "optim.in_backward=true"), ("bf16-master", "precision.early_step=false")],
 )
-def test_metrics_have_the_gradient_norm_without_clipping(fit, precision, how):
-    """A bound that no norm reaches changes no bit, so the norm of the first step is that of a clipped run."""
+def test_metrics_csv_has_the_gradient_norm_without_clipping(fit, precision, how):
+    """A bound that no norm reaches does not clip, so the norm of the first step equals the norm of a run with this
+    bound."""
     _, free = fit(f"precision={precision}", how, "clip=null", "max_steps=2", folder="free")
     _, clipped = fit(f"precision={precision}", "clip=1e6", "max_steps=2", folder="clipped")
     assert float(gradient_norms(free)[0]) == pytest.approx(float(gradient_norms(clipped)[0]), rel=1e-6)
     assert all(gradient_norms(free))
 
 
-def test_metrics_have_no_gradient_norm_for_early_steps(fit):
+def test_metrics_csv_has_no_gradient_norm_with_early_updates(fit):
     _, folder = fit("precision=bf16-master", "clip=null", "max_steps=2")
     assert gradient_norms(folder) == ["", ""]
 
 
-def test_each_row_has_the_lr_of_its_step_also_after_a_resume(fit, caplog):
-    """A run of two steps goes on until its fourth; the linear schedule follows."""
+def test_metrics_csv_has_the_learning_rate_of_each_step_also_after_a_resume(fit, caplog):
+    """A run of two steps is resumed until step 4, which changes its linear schedule."""
 
     def rates(run):
         with (run / "metrics.csv").open() as file:

@@ -1,4 +1,4 @@
-"""A line of noise is a defect: what a default run prints, line by line, and nothing of it wider than a terminal."""
+"""Tests that a run prints only expected lines, none of them wider than a terminal."""
 
 import fcntl
 import os
@@ -20,7 +20,7 @@ from lowmem.system.terminal import folded
 
 NUMBER, BYTES = r"[\d.,]+(e-\d+)?", r"[\d.,]+ [MG]iB"
 BAR = r"\|[^|]*\| \d+/\d+ \[(\d\d:\d\d|\?) left(, loss [\d.]+, [\d,]+ tokens/s, peak [\d.]+ MiB)?\]"
-# Every line that a run may print. Whatever else stands there is noise.
+# Every line that a run may print. Any other line is noise.
 FORMS = [
     r"",
     r"Tokenizing data=text",
@@ -46,7 +46,7 @@ OF_WANDB = [
 
 @pytest.fixture
 def folder():
-    """A short path: sentences name files, which are not broken."""
+    """Yields a folder with a short path, because paths in messages are not wrapped."""
     with tempfile.TemporaryDirectory(prefix="lm") as folder:
         yield Path(folder)
 
@@ -57,14 +57,14 @@ def environment(home):
 
 
 def typed(logger):
-    """As `python train.py` is typed by somebody without an account, and small."""
+    """Returns a `python train.py` command with a small model, for a user without a W&B account."""
     small = [line for line in SMALL if not line.startswith(("logger", "plan", "sample_tokens", "val_every"))]
     text = ["data=text", "data.path=text", "cache_dir=cache", "hydra.run.dir=run"]
     return [sys.executable, f"{ROOT}/train.py", *small, *text, "val_every=2", "sample_tokens=24", *logger]
 
 
 def noise(said, forms):
-    """Lines of no allowed form, the sample's own text aside."""
+    """Returns the lines that match no allowed form, outside the text of the sample."""
     before, _, after = said.partition("A sample:\n")
     _, _, wrote = after.partition("\nwrote ")
     lines = [*before.split("\n"), *f"wrote {wrote}".split("\n")]
@@ -108,13 +108,13 @@ def test_progress_bars_fit_a_terminal_of_80_columns(folder, text_folder):
 
 
 def on_a_terminal(command, folder):
-    """(exit code, what it wrote) of a command whose output is a terminal of 80 columns."""
+    """Runs a command with a terminal of 80 columns as its output. Returns (exit code, output)."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=theirs, stderr=theirs)
     os.close(theirs)
     said = b""
-    with suppress(OSError):  # at the end of a terminal there is an error
+    with suppress(OSError):  # reading past the end of a terminal raises an error
         while piece := os.read(ours, 65536):
             said += piece
     os.close(ours)
@@ -140,7 +140,7 @@ def test_progress_bar_of_ten_thousand_steps_and_ten_hours_fits_80_columns(monkey
 
 
 @pytest.mark.process
-def test_refusal_is_folded_between_words(folder):
+def test_error_message_is_wrapped_between_words_to_the_terminal_width(folder):
     done = subprocess.run(
         [sys.executable, f"{ROOT}/train.py", "data=text", "data.path=none", "logger=csv", "device=cpu", "plan=off"],
         cwd=folder,
@@ -153,16 +153,16 @@ def test_refusal_is_folded_between_words(folder):
     assert " ".join(done.stderr.split()) == ("data.path=none: there is no such file or folder. Give one that exists.")
 
 
-def test_folded_text_keeps_its_words_and_indent(monkeypatch):
+def test_text_wrapped_to_the_terminal_width_keeps_its_words_and_indentation(monkeypatch):
     text = "A sentence that is long\n  and one that is indented\n\nshort"
-    assert folded(text) == text  # a pipe: nobody looks
+    assert folded(text) == text  # output to a pipe is not wrapped
     monkeypatch.setenv("COLUMNS", "16")
     assert folded(text) == "A sentence that\nis long\n  and one that\n  is indented\n\nshort"
-    assert folded(f"see {'/a' * 20}") == f"see\n{'/a' * 20}"  # a path is there to be copied
+    assert folded(f"see {'/a' * 20}") == f"see\n{'/a' * 20}"  # paths are not broken, so that they can be copied
 
 
-def test_interpolation_error_of_the_config_is_printed_alone(command):
-    """Hydra would begin with 'Error executing job with overrides'."""
+def test_interpolation_error_of_the_config_is_printed_without_a_traceback(command):
+    """Hydra would print 'Error executing job with overrides' first."""
     for line in ("debug=${nope}", "logger=wandb logger.wandb.project=${nope}", "lr=${nope}"):
         code, said = command(*line.split(" "))
         assert code == 1 and "Error executing" not in said and "Traceback" not in said, said

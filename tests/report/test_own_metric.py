@@ -1,4 +1,5 @@
-"""A user's own metric: its numbers are everywhere, training does not notice it, its errors are sentences."""
+"""Tests a user's metric function: where its numbers are reported, that it does not change training, and how its errors
+are reported."""
 
 import csv
 import json
@@ -34,12 +35,17 @@ def taken(model, tokenizer):
     return {"val_loss": 1.0}
 
 
-def test_example_metric_is_in_curves_summary_and_table(fit):
+def test_example_metric_is_in_metrics_csv_summary_and_table(fit):
     summary, run = fit("metric=examples.metric.accuracy", "val_every=2", "save_every=2")
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     measured = {row["step"]: float(row["accuracy"]) for row in rows if row["val_loss"]}
     assert measured.keys() == {"2", "4"} and summary["metric"] == {"accuracy": measured["4"]}
-    assert [row["step"] for row in rows if row["train_loss"]] == ["1", "2", "3", "4"]  # what was there stays
+    assert [row["step"] for row in rows if row["train_loss"]] == [
+        "1",
+        "2",
+        "3",
+        "4",
+    ]  # the rows of training do not change
     assert json.loads((run / "summary.json").read_text())["metric"] == summary["metric"]
     assert f"accuracy                  {measured['4']:.4g}" in report.table(summary)
     before = (run / "metrics.csv").read_text()
@@ -70,10 +76,10 @@ def test_metric_that_cannot_be_imported_is_refused_in_one_sentence(command):
 def test_metric_that_draws_random_numbers_does_not_change_training(fit):
     plain = last(fit(*LINES, folder="plain")[1])["state_dict"]
     assert same(last(fit(*LINES, f"metric={__name__}.draws", folder="own")[1])["state_dict"], plain)
-    assert len(seen) == 3 and all(one[:2] == (False, False) for one in seen)  # before the first step too
+    assert len(seen) == 3 and all(one[:2] == (False, False) for one in seen)  # also before the first step
 
 
-def test_every_evaluation_seeds_the_random_numbers_of_a_metric(fit, monkeypatch):
+def test_every_evaluation_seeds_the_random_numbers_of_a_metric_equally(fit, monkeypatch):
     """Ranks draw different dropout masks. Without a common seed a metric could run more forward passes on one rank than
     on another, and ranks would wait for each other forever."""
     own, drawn = OwnMetric._called, []
@@ -96,18 +102,18 @@ def test_every_evaluation_seeds_the_random_numbers_of_a_metric(fit, monkeypatch)
         ("two_lines", "a dict of numbers"),
     ],
 )
-def test_invalid_result_of_a_metric_is_refused_before_the_first_step(fit, function, says):
+def test_metric_that_raises_or_returns_an_invalid_result_is_refused(fit, function, says):
     with pytest.raises(Refused, match=says):
         fit(f"metric={__name__}.{function}")
 
 
 @pytest.mark.parametrize("name", ["nothing.there", "examples.metric.nothing", "examples.metric.TEXT", "accuracy"])
-def test_metric_that_is_not_a_function_is_refused_before_building(fit, name):
+def test_metric_that_is_not_an_importable_function_is_refused_with_advice(fit, name):
     with pytest.raises(Refused, match=rf"metric={name}: .*Type metric="):
         fit(f"metric={name}")
 
 
-def test_resumed_run_of_another_user_does_not_import_its_metric(tmp_path):
+def test_resume_refuses_a_stored_metric_unless_it_is_typed_again(tmp_path):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- metric=os.system\n- max_steps=3\n")
     with pytest.raises(Refused, match=r"can run code.*metric=os.system"):

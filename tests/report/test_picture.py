@@ -1,4 +1,5 @@
-"""memory.png is drawn from whatever was measured, in one unit, colours that agree, no text over text."""
+"""Tests memory.png: it is drawn from any measurements, in one unit, with consistent colours and without overlapping
+texts."""
 
 from itertools import combinations
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ TYPED = " ".join(f"data.path=/a/folder/with/a/long/name/{i}" for i in range(20))
 
 @pytest.fixture
 def no_picture():
-    """Draw them, where every other test leaves a pixel."""
+    """Overrides the fixture of conftest.py that replaces every picture by a pixel."""
 
 
 def points(size: int = MIB) -> list[Point]:
@@ -29,7 +30,7 @@ def points(size: int = MIB) -> list[Point]:
 
 
 def rows(size: int = MIB, cuda: bool = False) -> list[dict]:
-    """Twenty steps, of which every fifth was sampled."""
+    """Returns rows of memory.csv for twenty steps. Live tensors are sampled in every fifth step."""
     found = []
     for step in range(21):
         row = {"step": step, "phase": "backward", "rss_peak_bytes": 800 * MIB + step, "held_bytes": 9 * size}
@@ -51,7 +52,7 @@ def with_drive(found: list[dict]) -> list[dict]:
 
 @pytest.fixture
 def draw():
-    """(rows, timeline, ...) -> the figure with its axes by name."""
+    """Yields a function: (rows, timeline, ...) -> the figure, with its axes by name."""
     figures = []
 
     def make(*what, title: str = TITLE, **more):
@@ -64,10 +65,10 @@ def draw():
 
 
 def overlaps(figure) -> list[tuple[str, str]]:
-    """Texts that lie on another or leave the picture; the words of legends and axes are texts too."""
+    """Returns pairs of overlapping texts, and texts that leave the picture. Legends and axes count."""
     figure.canvas.draw()
     beyond = {
-        label  # matplotlib makes ticks beyond the axis's ends, and draws none of them
+        label  # matplotlib creates ticks beyond the ends of an axis, but does not draw them
         for axes in figure.axes
         for axis in (axes.xaxis, axes.yaxis)
         for tick in axis.get_major_ticks()
@@ -83,7 +84,7 @@ def overlaps(figure) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("timeline", [points(), []], ids=["sampled", "not sampled"])
 @pytest.mark.parametrize("measured", [rows(), [], rows()[:1]], ids=["measured", "nothing", "one row"])
-def test_memory_picture_is_a_png_of_any_measurements(tmp_path, timeline, measured):
+def test_memory_picture_is_written_as_png_with_many_few_or_no_measurements(tmp_path, timeline, measured):
     picture.memory_picture(tmp_path / "memory.png", measured, timeline, "a run")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
@@ -106,7 +107,7 @@ def test_memory_picture_uses_category_colours_for_areas_only(draw):
     assert legend == ["weights", "gradients", "optimizer state", "activations", "temporaries"]
     lines = {to_hex(line.get_color()) for axes in (shown.device, shown.process) for line in axes.lines}
     assert lines == {colours.INK} and not lines & set(colours.OF_CATEGORY.values())
-    # before, lines had the first colours of matplotlib's own cycle, of which the second was read as "gradients"
+    # the second colour of matplotlib's default cycle would look like "gradients"
     assert colours.INK not in picture.plt.rcParams["axes.prop_cycle"].by_key()["color"]
 
 
@@ -115,7 +116,7 @@ def test_memory_picture_shows_sampled_steps_without_evaluation(draw):
     (sampled,) = shown.device.lines
     assert list(sampled.get_xdata()) == [0, 5, 10, 15, 20] and set(sampled.get_ydata()) == {25.0}
     unsampled = [{k: v for k, v in row.items() if "live" not in k} for row in rows()]
-    (held,) = draw(unsampled, []).device.lines  # compiled code: what is owned is all that is known
+    (held,) = draw(unsampled, []).device.lines  # compiled code: only owned memory is known
     assert set(held.get_ydata()) == {9.0}
 
 
@@ -178,4 +179,4 @@ def test_memory_picture_of_a_long_run_keeps_the_highest_steps():
     for column in ("held_bytes", "rss_peak_bytes"):
         assert max(row[column] for row in kept) == max(row[column] for row in every)
     assert [row for row in every[: 2 * 60] if row in kept] == [row for row in kept if row["step"] < 60]
-    assert picture.thinned(iter(every[:100]), 49) == every[:100]  # a short run is drawn whole
+    assert picture.thinned(iter(every[:100]), 49) == every[:100]  # a short run keeps all rows

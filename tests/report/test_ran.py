@@ -1,4 +1,4 @@
-"""Tests the title of a run, as it was typed."""
+"""Tests the title of a run: its group choices, and its other overrides."""
 
 from lowmem.report import ran
 
@@ -18,12 +18,12 @@ def test_title_of_a_run_begins_with_its_model_and_omits_inactive_groups():
     assert ran.chosen({}) == []  # a notebook
 
 
-def test_overrides_other_than_group_choices_are_listed_beside_the_title():
+def test_overrides_other_than_group_choices_are_listed_apart_from_the_title():
     typed = ["optim=adam8bit", "lr=1e-3", "+trainer.precision=1", "logger=wandb"]
     assert ran.besides(CHOICES, typed) == ["lr=1e-3", "+trainer.precision=1"]
 
 
-def test_title_of_a_run_follows_the_order_of_hydras_choices(command, tmp_path, monkeypatch):
+def test_title_of_the_memory_picture_lists_group_choices_but_not_other_overrides(command, tmp_path, monkeypatch):
     from lowmem.report import picture
 
     titles = []

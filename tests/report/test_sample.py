@@ -1,4 +1,5 @@
-"""Samples of each evaluation: what plain transformers writes, nothing that training notices, no more memory."""
+"""Tests the samples of each evaluation: they equal texts that transformers generates, and change neither training nor
+peak memory."""
 
 import json
 import shlex
@@ -31,7 +32,7 @@ def weights(run):
     return last(run)["state_dict"]
 
 
-def test_greedy_samples_equal_the_exported_model_and_continue_after_a_resume(fit):
+def test_greedy_samples_equal_decoding_with_the_exported_model_also_after_a_resume(fit):
     lines = (*DRAWS, PROMPTS, "sample_tokens=6")
     _, run = fit(*lines)
     assert [(row["step"], row["prompt"]) for row in rows(run)] == [
@@ -46,13 +47,15 @@ def test_greedy_samples_equal_the_exported_model_and_continue_after_a_resume(fit
         assert sample.printable(tokenizer.decode(ids[0])) == row["prompt"] + row["greedy"]
     whole = rows(run)
     fit(*lines, f"resume={run / 'checkpoints' / 'step-00000002.ckpt'}")
-    assert rows(run) == whole  # of the step that it went on from they stay, later ones are written again
+    assert rows(run) == whole  # samples up to the resumed step stay, and later samples are written again
 
 
 def test_sampling_does_not_change_training(fit, monkeypatch):
     plain = weights(fit(*DRAWS, folder="plain")[1])
     assert same(weights(fit(*DRAWS, "sample_tokens=8", folder="sampled")[1]), plain)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda *_: nullcontext())  # deliberately wrong
+    monkeypatch.setattr(
+        torch.random, "fork_rng", lambda *_: nullcontext()
+    )  # wrong on purpose: sampling advances the random state of training
     assert not same(weights(fit(*DRAWS, "sample_tokens=8", folder="wrong")[1]), plain)
 
 
@@ -81,7 +84,7 @@ def test_evaluation_with_samples_needs_no_more_memory_than_training(fit, techniq
     assert rows(run)[0]["greedy"] and peaks["evaluation"] <= max(peaks["forward"], peaks["backward"], peaks["step"])
 
 
-def test_meter_counts_memory_of_samples(fit):
+def test_peak_memory_of_an_evaluation_includes_the_generation_of_samples(fit):
     def peak(*more):
         summary = fit("max_steps=1", "val_sequences=1", "batch_size=1", "seq_len=4", "loss=chunked", *more)[0]
         return summary["peak_bytes_by_phase"]["evaluation"]["device"]
@@ -98,7 +101,7 @@ def test_meter_counts_memory_of_samples(fit):
         assert peak("sample_tokens=2") >= 2 * held[0].nbytes > 2 * plain
 
 
-def test_samples_of_each_evaluation_are_logged_as_text_and_table():
+def test_samples_are_logged_to_tensorboard_as_text_and_to_wandb_as_a_table():
     texts, tables = [], []
     board = TensorBoardLogger.__new__(TensorBoardLogger)
     board._experiment = SimpleNamespace(add_text=lambda *text: texts.append(text))
@@ -113,7 +116,7 @@ def test_samples_of_each_evaluation_are_logged_as_text_and_table():
     ]
 
 
-def test_sample_prompts_are_read_from_a_list_or_a_file(tmp_path):
+def test_sample_prompts_are_read_from_a_list_or_a_file_and_invalid_ones_are_refused(tmp_path):
     file, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     file.write_text("one\n\n two \n")
     said = [{"role": "user", "content": "hi"}]
@@ -142,7 +145,7 @@ def test_sample_prompts_are_read_from_a_list_or_a_file(tmp_path):
 SEPARATORS = "\u2028\u2029\u0085\x0b\x0c\x1c\r"  # where str.splitlines ends a line
 
 
-def test_prompt_files_are_split_only_at_line_feeds(tmp_path):
+def test_sample_prompt_files_are_split_only_at_line_feeds(tmp_path):
     said = [{"role": "user", "content": f"a{SEPARATORS[:3]}b"}]
     records = [{"prompt": f"one{SEPARATORS[:3]}two"}, {"messages": said}]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
@@ -162,14 +165,14 @@ def test_invalid_json_line_of_a_prompt_file_is_named(tmp_path):
         sample.prompts(str(tmp_path / "prompts.jsonl"))
 
 
-def test_default_prompt_is_the_beginning_of_validation():
+def test_default_sample_prompt_is_the_beginning_of_the_validation_data():
     ids, none = torch.arange(20)[None], -100
     text = ids + 1
     assert sample.beginning(MicroBatch(ids, text)).tolist() == [list(range(8))]
     chat = torch.where(ids < 11, none, text)
     assert sample.beginning(MicroBatch(ids, chat)).tolist() == [
         list(range(12))
-    ]  # until the answer's first token is next
+    ]  # up to the first token of the answer, exclusive
 
 
 CHAT = (
@@ -183,7 +186,7 @@ LLAMA_2 += "{% if add_generation_prompt %} {% endif %}"
 
 
 def test_suggested_prompt_of_chat_data_is_a_first_user_message(config):
-    """It stands in the validation split, below a system message."""
+    """The message is in the validation split, after a system message."""
     tokens = build.data(config(*CHAT)).tokens
     asked = {
         next(one["content"] for one in json.loads(line)["messages"] if one["role"] == "user")
@@ -214,6 +217,6 @@ def test_suggested_prompt_of_text_data_is_the_beginning_of_a_text(config, text_f
         (" \x00\n ", ""),
     ],
 )
-def test_suggested_prompt_is_quoted_for_the_shell(text, words, config):
+def test_suggested_prompt_is_shortened_and_quoted_for_the_shell(text, words, config):
     assert sample._first_words(text) == words
     assert shlex.split(in_shell("prompt", words)) == [f"prompt={words}"]

@@ -1,4 +1,4 @@
-"""Tests what `show=3` prints: token by token the learned ones, complete characters, documents apart."""
+"""Tests the output of `show=3`: learned tokens are marked, characters are complete, and documents are separated."""
 
 import re
 
@@ -18,7 +18,7 @@ from lowmem.system.errors import Refused
 
 @pytest.fixture(scope="module")
 def letters():
-    """Every byte is a token."""
+    """Returns a tokenizer in which every byte is a token."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(["a"], vocab_size=257, special_tokens=["<|end|>"], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>")
@@ -30,7 +30,7 @@ def row(tokenizer, text, learned, starts=(0,), padding=0):
     return Row(ids, [mark == "x" for mark in learned], starts, padding)
 
 
-def test_show_marks_learned_tokens_with_brackets_or_colour(letters):
+def test_show_marks_learned_tokens_with_brackets_or_given_marks(letters):
     one = row(letters, "ab<|end|>cd", "-xx-x")
     assert written(one, letters) == "a[b<|end|>]c[d]"
     assert written(one, letters, ("<", ">")) == "a<b<|end|>>c<d>"
@@ -48,7 +48,7 @@ def test_show_joins_tokens_of_one_character_and_replaces_partial_characters(lett
     assert written(cut, letters) == "\N{REPLACEMENT CHARACTER}[\N{REPLACEMENT CHARACTER}]"
 
 
-def test_show_restores_spaces_of_sentencepiece():
+def test_show_restores_the_spaces_of_sentencepiece_tokens():
     bpe = Tokenizer(models.BPE({"▁a": 0, "▁b": 1, "c": 2, "▁": 3, "a": 4, "b": 5}, [("▁", "a"), ("▁", "b")]))
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     made = PreTrainedTokenizerFast(tokenizer_object=bpe)
@@ -73,7 +73,7 @@ DOCUMENTS = ("abc<|end|>", "de<|end|>", "fghijk<|end|>")
 @pytest.mark.parametrize(
     ("packing", "expected"),
     [
-        ("joined", f"a[bc<|end|>]\n{RULE}\n[de<|end|>]\n{RULE}\n[f]"),  # the label of the last token stands behind it
+        ("joined", f"a[bc<|end|>]\n{RULE}\n[de<|end|>]\n{RULE}\n[f]"),  # the label of the last token is in the next row
         ("documents", f"a[bc<|end|>]\n{RULE}\nd[e<|end|>]"),
         ("padded", "a[bc<|end|>]"),
     ],
@@ -90,7 +90,7 @@ def test_show_counts_padding_tokens(letters):
     assert written(row_of(made, 1), letters).endswith("(2 padding tokens)") or len(made) == 1
 
 
-def test_show_ends_with_counts(letters):
+def test_show_ends_with_counts_of_documents_tokens_and_sequences(letters):
     split = split_of(letters, *DOCUMENTS, learned="-xxx-xx-xxxxxx")
     loader = WindowLoader(rows(split, 7, "documents", "drop", "train"), Share(1), lambda *_: 1, seed=0)
     text = page(loader, letters, 9)
@@ -98,7 +98,7 @@ def test_show_ends_with_counts(letters):
     assert "Training: 3 documents; 14 tokens (79% learned); 2 sequences of 7 tokens; 100.0% filled" in text
     assert "\033[32m" in page(loader, letters, 1, colour=True)
     cut = WindowLoader(rows(split, 4, "documents", "cut", "train"), Share(1), lambda *_: 1, seed=0)
-    assert "1 too long and cut" in page(cut, letters, 1)  # the rest of a long document is in further rows
+    assert "1 too long and cut" in page(cut, letters, 1)  # the rest of a long document is in other rows
 
 
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
@@ -126,7 +126,7 @@ def test_show_prints_random_and_mixed_data(command, text_folder):
     assert re.search(r"Training: one: \S+% of the tokens in the loss", said) and "sequence 2 of" in said
 
 
-def test_show_does_not_count_unlearned_end_of_a_joined_row_as_padding(letters):
+def test_show_does_not_count_the_unlearned_end_of_a_joined_row_as_padding(letters):
     split = split_of(letters, "abc", "defg", learned="-xx" + "----")
     row = row_of(rows(split, 6, "joined", "cut", "train"), 0)
     assert written(row, letters) == f"a[bc]\n{RULE}\ndef"

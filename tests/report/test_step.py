@@ -1,4 +1,4 @@
-"""memory_step.csv and the picture have every peak of a step, in a bounded number of points."""
+"""Tests that memory_step.csv and memory.png keep the peak of a step in a bounded number of points."""
 
 import csv
 
@@ -10,17 +10,17 @@ from lowmem.system.units import CATEGORIES
 
 
 @pytest.mark.parametrize("count", [0, 1, 1999, 2000, 2001, 12345])
-def test_thinned_timeline_keeps_the_peak_of_each_phase(count):
+def test_thinned_memory_timeline_keeps_the_peak_of_each_phase(count):
     levels = [(7919 * i) % 1009 for i in range(count)]
-    phases = ["forward" if i < count // 2 else "step" for i in range(count)]  # of which one is not the highest
+    phases = ["forward" if i < count // 2 else "step" for i in range(count)]  # neither phase has all high points
     timeline = [Point(phase, dict.fromkeys(CATEGORIES, size), {}) for phase, size in zip(phases, levels, strict=True)]
     kept = list(tracker.thinned(iter(timeline), count))
     assert len(kept) <= tracker.MOST + 1 and (count > tracker.MOST or kept == timeline)
     assert tracker.highest(kept) == tracker.highest(timeline)
 
 
-def test_long_window_has_a_bounded_timeline_with_its_peak(fit, monkeypatch):
-    """Each point takes 300 bytes of the host's memory, and is drawn."""
+def test_memory_timeline_of_a_long_window_is_bounded_and_keeps_its_peak(fit, monkeypatch):
+    """Each point takes 300 bytes of host memory, and time to draw."""
     drawn = []
     monkeypatch.setattr(tracker, "MOST", 50)
     monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda _, rows, timeline, *more: drawn.append(timeline))

@@ -1,4 +1,4 @@
-"""summary.json is valid JSON, whole or absent; the table shows a number with its unit, or a dash."""
+"""Tests summary.json, which is valid JSON and complete or absent, and the table that a run prints at its end."""
 
 import json
 
@@ -25,9 +25,9 @@ def test_summary_table_shows_values_with_units_or_a_dash(fit):
     whole, _ = fit("max_steps=1")
     lines = dict(line.split("  ", 1) for line in summary.table(whole).splitlines() if not line.startswith(" "))
     assert lines["parameters"].strip() == "43,264"
-    assert float(lines["seconds per step"]) > 0  # one step is all warm-up, and all there is
+    assert float(lines["seconds per step"]) > 0  # a run of one step reports its warm-up
     assert "seconds per step          -" in summary.table(whole | {"seconds_per_step": None})
-    resident = whole["peak_bytes"]["host_rss"] / GIB  # of this process, whatever ran in it before
+    resident = whole["peak_bytes"]["host_rss"] / GIB  # GiB of this process, which may have run other tests before
     before = byte_size(whole["rss_before_model_bytes"])
     said = f"{byte_size(whole['peak_bytes']['host_rss'])} ({before} before the model was loaded)"
     assert lines["peak host memory"].strip() == said
@@ -35,7 +35,7 @@ def test_summary_table_shows_values_with_units_or_a_dash(fit):
     assert "skipped" not in summary.table(whole)
     assert "2 skipped" in summary.table(whole | {"skipped_steps": 2})
     assert "highest learning rate" not in summary.table(whole)
-    low = whole | {"highest_lr": 4e-4, "lr": 1e-3}  # of a run that ended in its warm-up
+    low = whole | {"highest_lr": 4e-4, "lr": 1e-3}  # a run that ended during its warmup
     assert "highest learning rate     0.0004 (lr=0.001)" in summary.table(low)
     assert "highest learning rate" not in summary.table(low | {"resumed_from": "step-00000040.ckpt"})
 
@@ -71,7 +71,7 @@ def test_summary_table_has_a_line_per_rank_or_the_range_of_many(fit):
 
 
 def test_sizes_below_one_gib_are_printed_in_mib(fit):
-    """By one function, wherever a run prints them."""
+    """Both in `byte_size` and in the table of a run."""
     assert [byte_size(size) for size in (0, MIB // 2, 12 * MIB, GIB - MIB, GIB, 3 * GIB // 2)] == [
         *("0 MiB", "0.5 MiB", "12.0 MiB", "1,023.0 MiB", "1.000 GiB", "1.500 GiB")
     ]
@@ -80,7 +80,7 @@ def test_sizes_below_one_gib_are_printed_in_mib(fit):
     assert len(rows) > 5 and all("MiB" in line and "GiB" not in line for line in rows)
 
 
-def test_host_prediction_is_shown_only_if_the_model_dominates_host_memory():
+def test_predicted_host_memory_is_shown_only_if_the_model_needs_more_than_the_libraries():
     pair = {"device": 2 * MIB, "host": 3 * GIB}
     known = {"predicted": {"phases": {"step": pair}}, "peak_bytes_by_phase": {"step": pair}}
     of_libraries = summary._plan_rows(known | {"rss_before_model_bytes": 2 * GIB})
@@ -90,7 +90,7 @@ def test_host_prediction_is_shown_only_if_the_model_dominates_host_memory():
     assert summary._plan_rows({"predicted": None, "rss_before_model_bytes": GIB}) == []
 
 
-def test_summary_distinguishes_learned_tokens_from_all_tokens(fit):
+def test_summary_table_shows_learned_tokens_only_if_not_all_tokens_are_learned(fit):
     whole, _ = fit("max_steps=1")
     assert whole["tokens"] == whole["learned_tokens"] and "learned" not in summary.table(whole)
     shown = summary.table(whole | {"tokens": 30_000, "learned_tokens": 10_000})

@@ -1,4 +1,4 @@
-"""W&B without surprises: what is handed over, when it is online, and one run per job."""
+"""Tests logging to W&B: the logged content, when a run is online, and the names and identities of runs."""
 
 import json
 import socket
@@ -31,7 +31,7 @@ def no_account(monkeypatch, tmp_path):
 
 @pytest.fixture
 def server():
-    """A server on the loopback that says no, which is an answer."""
+    """Yields the URL of a local server that responds with 404."""
 
     class No(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -48,13 +48,13 @@ def server():
 
 @pytest.fixture
 def silent():
-    """A server that takes connections and never says a word."""
+    """Yields the URL of a local server that accepts connections and never responds."""
     listener = socket.create_server(("127.0.0.1", 0))
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
 
 
-def test_answers_is_true_only_for_a_responding_server(server, silent):
+def test_wandb_server_counts_as_reachable_only_if_it_responds(server, silent):
     assert reporting.answers(server)
     assert not reporting.answers(silent, seconds=0.3)
     assert not reporting.answers("http://127.0.0.1:9", seconds=0.3)
@@ -72,7 +72,7 @@ def test_wandb_with_a_key_and_a_server_is_online(no_account, monkeypatch, server
     assert reporting._mode(Path("a run")) == "online"
 
 
-def test_wandb_key_in_netrc_is_used(no_account, monkeypatch, server, tmp_path):
+def test_wandb_with_a_key_in_netrc_and_a_server_is_online(no_account, monkeypatch, server, tmp_path):
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1\n  login user\n  password {'0' * 40}\n")
     monkeypatch.setenv("WANDB_BASE_URL", server)
     assert reporting._mode(Path("a run")) == "online"
@@ -88,7 +88,7 @@ def test_wandb_without_an_answering_server_is_offline_with_one_log_line(no_accou
     assert len(caplog.records) == 1 and "does not answer, so" in caplog.text and "wandb sync" in caplog.text
 
 
-def test_wandb_mode_set_by_the_user_is_kept_without_probing(no_account, monkeypatch):
+def test_wandb_mode_set_by_the_user_is_kept_without_contacting_the_server(no_account, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(reporting, "answers", lambda *_: pytest.fail("asked"))
     assert reporting._mode(Path("a run")) == "disabled"
@@ -104,10 +104,10 @@ def test_missing_wandb_package_falls_back_to_csv_with_one_log_line(command, monk
 
 
 def records(run):
-    """Everything an offline run wrote.
+    """Returns all records of an offline run's file.
 
-    The file is LevelDB's log format behind a header of 7 bytes: blocks of 32 KiB, in them pieces of checksum (4),
-    length (2), type (1: whole, 2: first, 3: middle, 4: last) and data.
+    After a header of 7 bytes the file has LevelDB's log format: blocks of 32 KiB with fragments. A fragment has a
+    checksum (4 bytes), a length (2 bytes), a type (1 byte; 1: full, 2: first, 3: middle, 4: last) and data.
     """
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     raw, at, found, parts = file.read_bytes(), 7, [], b""
@@ -117,7 +117,7 @@ def records(run):
             at += left_in_block
             continue
         length, kind = struct.unpack("<HB", raw[at + 4 : at + 7])
-        if at + 7 + length > len(raw):  # still on its way into the file
+        if at + 7 + length > len(raw):  # not yet written completely
             break
         parts += raw[at + 7 : at + 7 + length]
         at += 7 + length
@@ -130,7 +130,7 @@ def records(run):
 
 
 def whole(run, seconds=60):
-    """The records, with the last of them: another process writes the file, and may still be at it."""
+    """Returns all records, and waits for the last record: another process writes the file, and may still be writing."""
     deadline = time.monotonic() + seconds
     while True:
         found = records(run)
@@ -141,11 +141,11 @@ def whole(run, seconds=60):
 
 
 def records_of(run):
-    """The run itself, each time that it was written."""
+    """Returns the records that describe the run. W&B writes such a record several times."""
     return [record.run for record in whole(run) if record.WhichOneof("record_type") == "run"]
 
 
-def test_offline_wandb_run_holds_config_curves_and_picture(command, tmp_path):
+def test_offline_wandb_run_contains_config_curves_and_memory_picture(command, tmp_path):
     code, said = command("logger=wandb", "precision=bf16")
     assert code == 0, said
     kinds = whole(tmp_path / "run")
@@ -160,7 +160,9 @@ def test_offline_wandb_run_holds_config_curves_and_picture(command, tmp_path):
         for r in kinds[:first_history]
         for u in [*r.config.update, *r.run.config.update]
     }
-    assert config["max_steps"] == 4 and config["optim"]["weight_decay"] == 0.1  # before the first point
+    assert (
+        config["max_steps"] == 4 and config["optim"]["weight_decay"] == 0.1
+    )  # logged before the first point of a curve
     losses = {p["trainer/global_step"]: p["train/loss"] for p in history if "train/loss" in p}
     assert list(losses) == [1, 2, 3, 4]
     evaluated = [point for point in history if "val/loss" in point]
@@ -179,10 +181,10 @@ def test_offline_wandb_run_holds_config_curves_and_picture(command, tmp_path):
     assert any(m.glob_name == "*" and m.step_metric == "trainer/global_step" for m in metrics)
 
 
-def test_run_without_an_account_prints_only_its_sync_command(no_account, command, monkeypatch, tmp_path):
+def test_run_without_a_wandb_account_prints_only_its_sync_command(no_account, command, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_SILENT")
     code, said = command("logger=wandb", "max_steps=1")
-    assert code == 0 and "wandb:" not in said  # how W&B begins its own lines
+    assert code == 0 and "wandb:" not in said  # the prefix of lines from W&B
     own = [line for line in said.splitlines() if "wandb" in line]
     assert len(own) == 2 and "logged offline. Upload it with `wandb sync" in own[0]
     assert own[1].startswith(f"wrote {tmp_path}/run/: ")
@@ -195,7 +197,7 @@ def test_sweep_jobs_in_wandb_are_named_by_the_varied_overrides_and_share_a_group
     jobs = [records_of(tmp_path / "sweep" / str(number)) for number in range(2)]
     assert all(len({run.run_id for run in job}) == 1 for job in jobs) and jobs[0][0].run_id != jobs[1][0].run_id
     first, second = (job[0] for job in jobs)
-    # not a job's number, and not all that was typed, of which Hydra writes 1e-3 in another way
+    # neither the number of a job nor all typed overrides (Hydra writes 1e-3 differently)
     assert (first.display_name, second.display_name) == ("precision=32", "precision=bf16")
     assert first.run_group == second.run_group == f"{tmp_path.name}/sweep"
     tags = set(second.tags)
@@ -212,7 +214,7 @@ def test_single_run_in_wandb_has_its_folder_name_unless_typed(command, tmp_path)
     assert (typed.display_name, typed.run_group, sorted(typed.tags)) == ("mine", "ours", ["one", "two"])
 
 
-def test_search_jobs_in_wandb_are_named_by_the_tried_values(tmp_path):
+def test_jobs_of_a_hyperparameter_search_in_wandb_are_named_by_the_tried_values(tmp_path):
     sweep = tmp_path / "2026-01-31" / "12-00-00"
     (sweep / "7" / ".hydra").mkdir(parents=True)
     typed = ["lr=tag(log,interval(1e-4,1e-2))", "precision='32','bf16'", "max_steps=20", "+trainer.x=1"]
@@ -241,7 +243,7 @@ def test_wandb_job_name_begins_with_varied_keys_and_shortens_paths(tmp_path):
     assert reporting.of_sweep(tmp_path / "7")[1] == named
 
 
-def test_resume_continues_the_same_wandb_run(fit, tmp_path):
+def test_resumed_run_continues_its_wandb_run_and_an_evaluation_starts_another(fit, tmp_path):
     _, first = fit("logger=wandb", "logger.wandb.offline=true", "max_steps=2")
     _, again = fit("logger=wandb", "logger.wandb.offline=true", f"resume={first}", folder="again")
     ids = [next((run / "wandb").glob("offline-run-*")).name.split("-")[-1] for run in (first, again)]

@@ -1,4 +1,4 @@
-"""A run that was recorded offline in two parts is uploaded as one, by `wandb sync` to a stand-in for W&B's server."""
+"""Tests that `wandb sync` uploads the offline parts of a resumed run as one run, to a stand-in for W&B's server."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ OWNER = {"id": "project", "name": "lowmem", "entity": {"id": "entity", "name": "
 
 
 class Server(ThreadingHTTPServer):
-    """Answers what an upload asks, and keeps the rows of each run's curves."""
+    """A stand-in for W&B's server that answers uploads and stores the rows of each run's curves."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -80,7 +80,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def upload(tmp_path):
-    """(the folder of a run) -> the rows that the server has of each of its runs, by their ids."""
+    """Yields a function: (folder of a run) -> the rows that the server has received, by run id."""
     server = Server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
@@ -103,8 +103,8 @@ def upload(tmp_path):
 @pytest.mark.process
 @pytest.mark.parametrize("resumes", [True, pytest.param(False, marks=pytest.mark.wrong)])
 def test_synced_offline_parts_of_a_resumed_run_form_one_wandb_run(fit, upload, monkeypatch, resumes):
-    """Also after SIGKILL at step 4, with a checkpoint of step 2. Deliberately wrong: the second part does not say that
-    it resumes, and replaces the first one."""
+    """The second part resumes from step 2, as after a SIGKILL at step 4. Wrong on purpose (resumes=False): the second
+    part is not marked as resumed, and replaces the first part."""
     lines = ("logger=wandb", "logger.wandb.offline=true", "save_every=2")
     _, folder = fit(*lines, "max_steps=4")
     if not resumes:

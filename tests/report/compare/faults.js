@@ -1,4 +1,4 @@
-// What a person would call a fault of the page, each in a line: evaluated in it.
+// Runs in the page, and returns a line for each fault that a reader would notice.
 (() => {
   const faults = [], box = (element) => element.getBoundingClientRect();
   const seen = (element) => box(element).width > 0 && getComputedStyle(element).visibility !== "hidden";

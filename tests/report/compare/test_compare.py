@@ -1,4 +1,4 @@
-"""Runs side by side: whatever state they are in, from whichever machine."""
+"""Tests the comparison of runs of any status, from any machine."""
 
 import csv
 import errno
@@ -18,10 +18,11 @@ from lowmem.system.units import GIB, MIB
 from made_runs import damaged, finished, written_here
 
 
-def test_every_run_is_listed_with_its_status_and_reason(sweep, capsys):
+def test_every_compared_run_is_listed_with_its_status_and_the_reason_of_a_failure(sweep, capsys):
     compare.main([str(sweep)])
     said = capsys.readouterr().out
-    rows = r"^(\d) .* (done|failed|broken|running)\n  data.path=a/folder.* lr=0\.00\d$"  # below: too long
+    # the overrides are in a second line, because they are long
+    rows = r"^(\d) .* (done|failed|broken|running)\n  data.path=a/folder.* lr=0\.00\d$"
     table = dict(re.findall(rows, said, re.MULTILINE))
     assert [table[str(n)] for n in range(7)] == [*["done"] * 3, "failed", "broken", "broken", "running"]
     reasons = dict(re.findall(r"^(\d) \w+: (.*)$", said, re.MULTILINE))
@@ -34,7 +35,7 @@ def test_every_run_is_listed_with_its_status_and_reason(sweep, capsys):
     assert float(rows[0]["device GiB"]) == 600 / 1024 and rows[3]["device GiB"] == "" and rows[2]["lr"] == "0.003"
 
 
-def test_runs_of_several_folders_are_listed_with_distinct_names(sweep, tmp_path, capsys, monkeypatch):
+def test_compared_runs_of_several_folders_are_listed_once_with_distinct_names(sweep, tmp_path, capsys, monkeypatch):
     other = finished(tmp_path / "other" / "run", ["lr=0.001", "precision=bf16"])
     monkeypatch.chdir(tmp_path)
     compare.main([str(sweep), str(other), str(sweep / "0")])
@@ -87,14 +88,14 @@ def test_drive_column_appears_only_if_a_run_has_a_drive(tmp_path, capsys):
         (lambda at: (at / ".hydra").mkdir(parents=True), "contains no run of train.py"),  # another Hydra tool
     ],
 )
-def test_folder_that_cannot_be_compared_ends_with_a_message(tmp_path, make, says):
+def test_comparison_of_a_folder_without_runs_is_refused_with_the_reason(tmp_path, make, says):
     make(tmp_path / "what")
     with pytest.raises(SystemExit) as stop:
         compare.main([str(tmp_path / "what")])
     assert says in stop.value.code and str(tmp_path / "what") in stop.value.code
 
 
-def test_unreadable_summary_marks_the_run_broken(tmp_path, capsys):
+def test_run_with_an_unreadable_summary_is_listed_as_broken(tmp_path, capsys):
     for name, text in (("list", "[1, 2]"), ("empty", ""), ("other", '{"loss": 1}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(text)
@@ -103,7 +104,7 @@ def test_unreadable_summary_marks_the_run_broken(tmp_path, capsys):
     assert said.count("broken: summary.json cannot be read") == 3
 
 
-def test_table_rows_fit_80_characters_and_equal_failure_reasons_are_merged(tmp_path, capsys):
+def test_comparison_table_fits_80_characters_and_merges_equal_failure_reasons(tmp_path, capsys):
     for number in range(4):
         finished(tmp_path / f"{number}", [f"batch_size={number}", "optim=" + "adamw8bit" * (number % 2)])
     for number in (1, 2):
@@ -118,14 +119,14 @@ def test_table_rows_fit_80_characters_and_equal_failure_reasons_are_merged(tmp_p
     assert table.splitlines()[1].split() == ["run", "loss", "byte", "tokens/s", "MiB", "GiB", "status"]
 
 
-def test_unwritable_target_folder_is_reported(sweep, tmp_path):
+def test_unwritable_target_folder_of_a_comparison_is_refused_with_advice(sweep, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="Type --to"):
         compare.main([str(sweep), "--to", str(tmp_path / "file" / "below")])
 
 
 def test_run_of_an_earlier_version_is_listed_without_its_missing_values(sweep, capsys):
-    """Summaries and tables have grown: what an older one lacks is missing on the page, and nothing else is."""
+    """Earlier versions wrote fewer values. The page lacks these values of the run, and has all others."""
     old = json.loads((sweep / "0" / "summary.json").read_text())
     for key in ("peak_bytes_by_category", "peak_bytes_by_phase", "bits_per_byte", "device", "peak_bytes"):
         del old[key]
@@ -139,7 +140,7 @@ def test_run_of_an_earlier_version_is_listed_without_its_missing_values(sweep, c
     assert rows[0]["device GiB"] == "" and (sweep / "comparison.html").stat().st_size > 1_000_000
 
 
-def test_damaged_run_keeps_its_row_and_changes_no_other(tmp_path, capsys):
+def test_damaged_run_keeps_its_row_in_a_comparison_and_changes_no_other_row(tmp_path, capsys):
     names = damaged(tmp_path)
     compare.main([str(tmp_path)])
     said = capsys.readouterr().out
@@ -178,7 +179,7 @@ def status(folder, capsys):
     return capsys.readouterr().out.partition("\n\n")[0].splitlines()[-1]
 
 
-def test_run_of_a_live_process_is_running_although_no_file_changed(silent, capsys):
+def test_run_of_a_live_process_is_listed_as_running_even_if_no_file_changed(silent, capsys):
     written_here(silent)
     handle = os.open(silent, os.O_RDONLY)
     assert folder_locks.lock(handle)
@@ -187,16 +188,16 @@ def test_run_of_a_live_process_is_running_although_no_file_changed(silent, capsy
     assert status(silent, capsys) == "silent broken: the process ended without a summary.json"
 
 
-def test_run_of_another_machine_is_judged_by_its_last_write(silent, capsys):
+def test_status_of_a_run_on_another_machine_depends_on_its_last_write(silent, capsys):
     said = "silent unknown: no file changed for 1 h 0 min; it may be running on another machine"
     assert status(silent, capsys) == said
     (silent / "metrics.csv").touch()
     assert status(silent, capsys) == "silent running: no summary.json yet"
 
 
-def test_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent, capsys, monkeypatch):
+def test_status_of_a_run_on_a_file_system_without_locks_depends_on_its_last_write(silent, capsys, monkeypatch):
     def unsupported(*_):
-        raise OSError(errno.EBADF, "Bad file descriptor")  # what NFS says of a folder
+        raise OSError(errno.EBADF, "Bad file descriptor")  # the error of NFS for a folder
 
     written_here(silent)
     monkeypatch.setattr(folder_locks.fcntl, "flock", unsupported)
@@ -204,7 +205,7 @@ def test_run_on_a_file_system_without_locks_is_judged_by_its_last_write(silent, 
 
 
 def test_unlistable_folder_does_not_end_the_comparison(silent, tmp_path, capsys, monkeypatch):
-    """Its files may be read, if their names are known: mode 711, of another user."""
+    """A folder of another user with mode 711: its files can be read by name, but not listed."""
     done = finished(tmp_path / "runs" / "done", ["lr=2"])
 
     def shut(place):
@@ -220,8 +221,8 @@ def test_unlistable_folder_does_not_end_the_comparison(silent, tmp_path, capsys,
     assert "silent unknown: the folder cannot be listed (Permission denied)" in said
 
 
-def test_learned_tokens_have_a_rate_and_axis_if_some_tokens_are_not_learned(tmp_path, capsys):
-    """A run of an earlier version, which counted learned tokens only, says so beside a newer one."""
+def test_comparison_has_a_rate_of_learned_tokens_only_if_some_tokens_are_not_learned(tmp_path, capsys):
+    """Earlier versions counted only learned tokens. If such a run is compared with a newer run, a note says so."""
     finished(tmp_path / "old", ["lr=1"])
     finished(tmp_path / "new", ["lr=2"], speed=3000.0, learned_tokens=1000, learned_tokens_per_second=1000.0)
     rows = (tmp_path / "new" / "metrics.csv").read_text().splitlines()

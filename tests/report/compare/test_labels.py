@@ -1,4 +1,4 @@
-"""A run's label is what tells it from the others, and no more."""
+"""Tests the labels of compared runs, which contain only what distinguishes a run from the others."""
 
 from pathlib import Path
 
@@ -16,17 +16,17 @@ def numbers(every) -> list[str]:
     return [str(i) for i in range(len(every))]
 
 
-def test_label_omits_common_overrides_and_keys_of_unique_words():
+def test_run_label_omits_common_overrides_and_keys_of_unique_values():
     every = runs_of("model=gpt2 precision=bf16 lr=1e-3 loss=full", "model=gpt2 precision=32 lr=3e-3 loss=full")
     assert labels(every, numbers(every)) == ["bf16 lr=1e-3", "precision=32 lr=3e-3"]
 
 
-def test_label_key_is_its_last_word_unless_ambiguous():
+def test_run_label_shortens_keys_to_their_last_word_unless_ambiguous():
     every = runs_of("optim.beta=1 scheduler.steps=1 model.steps=1", "optim.beta=2 scheduler.steps=2 model.steps=2")
     assert labels(every, numbers(every))[0] == "beta=1 scheduler.steps=1 model.steps=1"
 
 
-def test_label_keeps_the_key_of_none_and_true():
+def test_run_label_keeps_the_key_of_none_and_true():
     every = runs_of("accumulation=none optim=adamw x=true", "accumulation=fixed optim=sgd x=false", "optim=muon")
     assert labels(every, numbers(every)) == ["accumulation=none adamw x=true", "fixed sgd x=false", "muon"]
 
@@ -49,19 +49,19 @@ def test_runs_with_equal_overrides_are_labelled_by_name():
         ([], []),
     ],
 )
-def test_long_value_is_shortened_to_the_part_that_differs(values, short):
+def test_long_values_in_run_labels_are_shortened_to_the_part_that_differs(values, short):
     assert shortened(values) == short
 
 
-def test_labels_of_long_nearly_equal_values_stay_distinct():
+def test_run_labels_of_long_nearly_equal_values_stay_distinct():
     alike = [f"x={'a' * 50}{middle}{'a' * 50}" for middle in "12"]
     assert labels(runs_of(*alike), numbers(alike)) == [f"{i} {'a' * 9}…{'a' * 10}" for i in range(2)]
 
 
-def test_labels_of_fifty_runs_are_short_and_distinct(fifty):
+def test_run_labels_of_fifty_runs_are_short_and_distinct(fifty):
     from lowmem.report import folders
 
     every = folders.runs_below(fifty)
     found, whole = labels(every, numbers(every)), [" ".join(run.overrides) for run in every]
     assert len(set(found)) == 50
-    assert max(map(len, found)) < 6 * LONG < 0.6 * min(map(len, whole))  # what the wrong variant is: whole names
+    assert max(map(len, found)) < 6 * LONG < 0.6 * min(map(len, whole))  # much shorter than all overrides of a run

@@ -1,4 +1,5 @@
-"""The page: legible with fifty runs of long names, at a desk and on a phone. In a real browser where there is one."""
+"""Tests the comparison page: it is legible with fifty runs of long names, on a desktop and on a phone. Some tests need
+a browser, and are skipped if none is installed."""
 
 import json
 import re
@@ -24,13 +25,13 @@ def written(folder) -> str:
 # --- without a browser -------------------------------------------------------------------------------------------
 
 
-def test_page_is_self_contained_and_escapes_errors(sweep):
+def test_comparison_page_is_self_contained_and_escapes_error_messages(sweep):
     own = written(sweep).replace(get_plotlyjs(), "")
     assert not re.search(r"""(src|href)=["']|https?://""", own)
     assert own.count("</script>") == own.count("<script") and "ZeroDivisionError: &lt;/script&gt;&lt;b&gt;" in own
 
 
-def test_script_tag_in_a_label_is_escaped(sweep):
+def test_script_tag_in_a_run_label_is_escaped_on_the_comparison_page(sweep):
     summary = json.loads((sweep / "0" / "summary.json").read_text())
     summary["overrides"][0] = "data.path=</script><img src=x>"
     (sweep / "0" / "summary.json").write_text(json.dumps(summary))
@@ -38,7 +39,7 @@ def test_script_tag_in_a_label_is_escaped(sweep):
     assert own.count("</script>") == own.count("<script") and "<img" not in own
 
 
-def test_whole_page_uses_one_unit(sweep, fifty):
+def test_comparison_page_uses_one_unit_of_memory(sweep, fifty):
     for folder, name, other in ((sweep, "MiB", "GiB"), (fifty, "GiB", "MiB")):
         own = written(folder).replace(get_plotlyjs(), "")
         assert name in own and other not in own
@@ -46,7 +47,7 @@ def test_whole_page_uses_one_unit(sweep, fifty):
 
 
 def drawn(folder, count: int):
-    """(chart, its figure) of the first runs."""
+    """Yields (name, figure) of each chart of the first `count` runs."""
     runs = folders.runs_below(folder)[:count]
     names = [str(i) for i in range(count)]
     every = [*map(read, runs, names, labels(runs, names))]
@@ -59,7 +60,7 @@ def drawn(folder, count: int):
 
 
 def said(figure) -> list[str]:
-    """All texts that stand in a chart untouched."""
+    """Returns all texts that a chart shows without hovering."""
     layout = figure.layout
     texts = [note.text for note in layout.annotations] + [
         button.label for m in layout.updatemenus for button in m.buttons
@@ -69,14 +70,14 @@ def said(figure) -> list[str]:
     return [*filter(None, texts), *(trace.name for trace in figure.data if layout.showlegend is not False)]
 
 
-def test_chart_of_fifty_runs_has_the_text_of_a_chart_of_five(fifty):
+def test_comparison_chart_of_fifty_runs_has_as_little_text_as_a_chart_of_five(fifty):
     for (name, many), (_, few) in zip(drawn(fifty, 50), drawn(fifty, 5), strict=True):
         assert said(many) == said(few) and max(map(len, said(many))) < 30, name
-        many.update_layout(showlegend=True)  # what a legend would do
+        many.update_layout(showlegend=True)  # wrong on purpose: a legend with all runs
         assert len(said(many)) > len(said(few)), name
 
 
-def test_hover_labels_have_short_lines(fifty):
+def test_hover_labels_of_comparison_charts_have_short_lines(fifty):
     for name, figure in drawn(fifty, 50):
         traces = [trace for trace in figure.data if trace.hoverinfo != "skip"]
         touched = [text for trace in traces for text in (trace.text or (trace.meta["label"],))]
@@ -85,9 +86,13 @@ def test_hover_labels_have_short_lines(fifty):
 
 
 def lab(colour: str) -> tuple[float, float, float]:
-    """CIE L*a*b* of an sRGB colour."""
+    """Returns CIE L*a*b* of an sRGB colour."""
     linear = [((c / 255 + 0.055) / 1.055) ** 2.4 if c > 10 else c / 255 / 12.92 for c in bytes.fromhex(colour[1:])]
-    to_xyz = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8727))  # of the white point
+    to_xyz = (
+        (0.4339, 0.3762, 0.1899),
+        (0.2126, 0.7152, 0.0722),
+        (0.0177, 0.1095, 0.8727),
+    )  # relative to the white point
     xyz = (sum(a * b for a, b in zip(row, linear, strict=True)) for row in to_xyz)
     x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in xyz)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
@@ -103,7 +108,14 @@ def test_run_colours_differ_from_category_colours():
     assert min(apart(run, category) for run in colours.OF_RUNS for category in categories) > 30
     assert min(apart(colours.INK, colour) for colour in (*categories, *colours.OF_RUNS)) > 20
     assert min(apart(*pair) for pair in combinations(colours.OF_RUNS, 2)) > 25
-    before = ("#3b6fb6", "#e08b2f", "#3f9d6b", "#c04a5b", "#7a5195", "#2b9eb3")  # runs and categories shared a palette
+    before = (
+        "#3b6fb6",
+        "#e08b2f",
+        "#3f9d6b",
+        "#c04a5b",
+        "#7a5195",
+        "#2b9eb3",
+    )  # wrong on purpose: a palette that runs and categories share
     assert min(apart(run, category) for run in before for category in categories) == 0
 
 
@@ -153,7 +165,7 @@ def chromium(tmp_path_factory):
 
 @needs_a_browser
 @pytest.mark.parametrize("width", [1400, 390])
-def test_page_of_fifty_runs_with_long_names_is_legible(chromium, fifty, width):
+def test_comparison_page_of_fifty_runs_with_long_names_is_legible(chromium, fifty, width):
     written(fifty)
     chromium.open(fifty / "comparison.html", width)
     assert chromium.errors == [] and chromium.run("innerWidth") == width
@@ -189,27 +201,29 @@ def test_desktop_layout_on_a_phone_is_found_as_a_fault(chromium, fifty):
 
 @needs_a_browser
 @pytest.mark.parametrize("width", [1400, 390])
-def test_page_shows_runs_of_every_status(chromium, sweep, width):
+def test_comparison_page_shows_runs_of_every_status(chromium, sweep, width):
     written(sweep)
     chromium.open(sweep / "comparison.html", width)
     assert chromium.errors == [] and chromium.run(FAULTS) == []
     rows = chromium.run(
         "[...document.querySelectorAll('tbody tr')].map((row) => [...row.cells].map((c) => c.innerText.trim()))"
     )
-    # the smallest first, the unfinished last; "path" and "lr" are what differs
+    # the run of least memory first, unfinished runs last; only "path" and "lr" differ between the runs
     assert [row[0] for row in rows] == [f"path=…{n} lr=0.00{n + 1}" for n in (0, 2, 1, 3, 4, 5, 6)]
     assert rows[0][2:7] == ["600.0", "1,800.0", "1,000", "3.0000", "1.200"] and rows[3][2] == "-"
     assert rows[1][7] == "NVIDIA H200" and rows[0][8] == "" and rows[3][8] == "failed: ZeroDivisionError: </script><b>"
-    # curves of all whose csv can be read, figures only of the finished
+    # curves of all runs with a readable CSV file, other charts only of finished runs
     drawn = "Object.fromEntries([...document.querySelectorAll('.plotly-graph-div')].map((c) => [c.id, c.data.length]))"
     assert chromium.run(drawn) == {"pareto": 2, "loss": 14, "memory": 6, "inside": 5, "planned": 1}
     assert chromium.run("byId('pareto').data[1].marker.symbol") == ["star", "star", "circle"]
-    peak = chromium.run("byId('inside').data.map((trace) => trace.y.at(-1))")  # of the smallest, by category
+    peak = chromium.run(
+        "byId('inside').data.map((trace) => trace.y.at(-1))"
+    )  # MiB of the run of least memory, by category
     assert sum(peak) == pytest.approx(600, rel=1e-3)
 
 
 @needs_a_browser
-def test_click_isolates_a_run_and_second_click_resets(chromium, sweep):
+def test_click_on_a_table_row_isolates_a_run_and_a_second_click_resets(chromium, sweep):
     written(sweep)
     chromium.open(sweep / "comparison.html", 1400)
     visible = "byId('loss').data.filter((trace) => trace.visible !== false).map((trace) => trace.meta.run)"
@@ -223,7 +237,7 @@ def test_click_isolates_a_run_and_second_click_resets(chromium, sweep):
 
 
 @needs_a_browser
-def test_click_on_a_heading_sorts_with_missing_values_last(chromium, sweep):
+def test_click_on_a_column_title_sorts_runs_with_missing_values_last(chromium, sweep):
     written(sweep)
     chromium.open(sweep / "comparison.html", 1400)
     speeds = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[4].textContent)"
@@ -233,7 +247,7 @@ def test_click_on_a_heading_sorts_with_missing_values_last(chromium, sweep):
 
 
 @needs_a_browser
-def test_chart_buttons_change_the_axis(chromium, sweep):
+def test_buttons_of_comparison_charts_change_the_axis(chromium, sweep):
     written(sweep)
     chromium.open(sweep / "comparison.html", 1400)
     last = "byId('loss').data.filter((trace) => trace.mode === 'lines')[0].x.at(-1)"

@@ -1,4 +1,5 @@
-"""Checkpoints stand between windows, are complete or recognised, and a resumed run is the unbroken run."""
+"""Tests checkpoints: they are written between windows, incomplete and damaged checkpoints are recognized, and a resumed
+run equals the unbroken run."""
 
 import io
 import json
@@ -29,7 +30,7 @@ WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max
 
 @pytest.mark.matrix
 def test_resume_inside_an_epoch_and_its_short_last_window_reads_each_sequence_once(fit, tmp_path, monkeypatch):
-    """Completed windows consume the sequences of an unbroken run, none twice and none left out."""
+    """The windows of the stopped and the resumed part have the sequences of the unbroken run."""
     from lowmem.data.packing import Joined
     from lowmem.training.module import CausalLM
 
@@ -52,8 +53,8 @@ def test_resume_inside_an_epoch_and_its_short_last_window_reads_each_sequence_on
 
 
 @pytest.mark.wrong
-def test_resume_without_the_data_position_is_caught(fit, monkeypatch):
-    """The deliberately wrong variant: a resume that starts the data over."""
+def test_resume_without_the_data_position_gives_different_weights(fit, monkeypatch):
+    """Wrong on purpose: the resumed run starts at the beginning of the data."""
     from lowmem.data.loader import Position
 
     _, run = fit(*WINDOWED, folder="whole")
@@ -97,14 +98,14 @@ def test_resume_of_a_finished_run_is_refused_with_advice(command, tmp_path):
         ("seq_len=8", "seq_len="),
     ],
 )
-def test_resume_with_another_model_or_optimizer_is_refused(command, tmp_path, other, says):
+def test_resume_with_another_model_optimizer_seed_or_seq_len_is_refused(command, tmp_path, other, says):
     command("max_steps=2")
     code, said = command(f"resume={tmp_path}/run", other, "max_steps=4", f"hydra.run.dir={tmp_path}/second")
     assert code == 1 and "Traceback" not in said and says in said
     assert not (tmp_path / "second").exists()
 
 
-def test_interrupted_save_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch):
+def test_save_on_a_full_disk_leaves_the_last_complete_checkpoint(tmp_path, monkeypatch):
     writer = checkpoint.AtomicCheckpointIO()
     folder = tmp_path / "checkpoints"
     writer.save_checkpoint({"x": torch.ones(10)}, folder / "step-00000001.ckpt")
@@ -129,7 +130,7 @@ def test_newest_complete_checkpoint_is_found_and_a_truncated_one_is_skipped(tmp_
         checkpoint.find(str(newest))
 
 
-def test_last_two_checkpoints_are_kept(fit):
+def test_run_keeps_only_its_last_two_checkpoints(fit):
     _, run = fit("save_every=1", "max_steps=5")
     assert [p.name for p in checkpoint.complete(run / "checkpoints")] == ["step-00000004.ckpt", "step-00000005.ckpt"]
 
@@ -144,7 +145,7 @@ TENSORS, EACH = 10, 5_000_000  # 20 MB each
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
 def test_saving_a_checkpoint_needs_almost_no_additional_memory(tmp_path, monkeypatch, wrong):
-    """Wrong: the file is built in memory first."""
+    """Wrong on purpose: the file is built in memory first."""
     content = {str(i): torch.ones(EACH) for i in range(TENSORS)}
     save = torch.save
 
@@ -172,11 +173,13 @@ def test_pages_of_a_mapped_checkpoint_are_released_after_copying(tmp_path, let_g
         page_out(mapped.values())
     still = resident("RssFile") - before
     assert (still < 0.1 * TENSORS * EACH * 8) == let_go
-    assert all(torch.equal(mapped[name], copies[name]) for name in copies)  # read from the file again where it is asked
+    assert all(
+        torch.equal(mapped[name], copies[name]) for name in copies
+    )  # released pages are read from the file again
 
 
 @linux
-def test_page_out_of_anonymous_memory_keeps_its_values():
+def test_page_out_of_a_tensor_that_is_not_mapped_keeps_its_values():
     tensor = torch.arange(EACH)
     page_out([tensor])
     assert torch.equal(tensor, torch.arange(EACH))
@@ -187,7 +190,7 @@ def test_page_out_of_anonymous_memory_keeps_its_values():
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_flipped_bit_in_a_checkpoint_file_is_detected(tmp_path, compares):
-    """One in every eleventh byte of a file. Not to compare the digests is the deliberately wrong variant."""
+    """Flips one bit in every eleventh byte of a file. Wrong on purpose (compares=False): digests are not compared."""
     content, path = {"x": torch.arange(300), "steps": 7, "name": "a"}, tmp_path / "step-00000001.ckpt"
     writer = checkpoint.AtomicCheckpointIO()
     writer.save_checkpoint(content, path)
@@ -197,13 +200,13 @@ def test_flipped_bit_in_a_checkpoint_file_is_detected(tmp_path, compares):
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
         if not compares or checkpoint.intact(path):
-            with suppress(Exception):  # what cannot be loaded does no harm either
+            with suppress(Exception):  # a checkpoint that cannot be loaded is also harmless
                 missed += not same(writer.load_checkpoint(path), content)
     assert (missed == 0) == compares
 
 
 def test_zeroed_page_in_a_checkpoint_is_detected_in_under_2_seconds_per_gb(tmp_path):
-    """The seconds are a processor's: a busy machine's clock would include other programs."""
+    """CPU time of this process, because wall-clock time would include other programs."""
     path = tmp_path / "step-00000001.ckpt"
     checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.randn(EACH) for i in range(TENSORS)}, path)
     start = time.process_time()
@@ -227,7 +230,7 @@ class Bomb:
 
 @pytest.mark.parametrize("trusting", [False, True])
 def test_pickle_that_runs_code_is_refused_as_checkpoint(fit, tmp_path, monkeypatch, trusting):
-    """Trusting: the deliberately wrong variant."""
+    """Wrong on purpose (trusting=True): the checkpoint is loaded with weights_only=False."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     torch.save({"lowmem": Bomb(tmp_path / "went off")}, run / "checkpoints" / "step-00000001.ckpt")
@@ -263,7 +266,7 @@ APART = ORDER | {"packing": "padded", "too_long": "cut", "documents": "a", "toge
         ),
         (APART, APART | {"seed": 2, "documents": "b"}, "the text differs. Type the seed= and data= of"),
         ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 4, 4, {"text": "a"}]]}, "the text differs. Type the data= of"),
-        (ORDER, ORDER | {"text": "a"}, None),  # of before there were digests
+        (ORDER, ORDER | {"text": "a"}, None),  # a checkpoint of a version without digests
         ({"mix": [["a", 3, 3, {}]]}, {"mix": [["a", 3, 3, {"text": "a"}]]}, None),
     ],
 )
@@ -279,12 +282,12 @@ def test_resume_with_another_data_order_is_refused_with_the_keys_that_changed(th
     ("template", "begin", "here", "told"),
     [
         ("a", None, {"text": "b"}, True),
-        ("a", "[]", {"text": "b"}, False),  # begun by this version
-        (None, None, {"text": "b"}, False),  # texts
+        ("a", "[]", {"text": "b"}, False),  # a checkpoint of this version
+        (None, None, {"text": "b"}, False),  # plain texts, not conversations
         ("a", None, {"seed": 2}, False),
     ],
 )
-def test_resume_after_a_change_of_conversation_rows_is_refused(template, begin, here, told):
+def test_refused_resume_explains_changed_conversation_rows_only_for_earlier_versions(template, begin, here, told):
     there = ORDER | {"text": "a"}
     with pytest.raises(Refused) as refused:
         continued(there, there | here, template=template, begin=begin)

@@ -1,4 +1,4 @@
-"""A checkpoint that is a folder is found, checked, gone on from and cleaned up as one that is a file."""
+"""Tests checkpoints that are folders: they are found, verified, resumed and deleted like checkpoints that are files."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ RUN = ("strategy=fsdp", "max_steps=3", "save_every=1", "logger=none")
 
 @pytest.fixture(scope="module")
 def kept(small, tmp_path_factory):
-    """A run of one process that divides its model among all that there are."""
+    """Returns the folder of an FSDP run with one process."""
     folder = tmp_path_factory.mktemp("kept") / "run"
     typed = {key(line) for line in RUN}
     live(Job((*(line for line in small if key(line) not in typed), *RUN), folder, ("as typed",)))
@@ -29,7 +29,7 @@ def kept(small, tmp_path_factory):
 
 @pytest.fixture
 def run(kept, tmp_path):
-    """A copy of it."""
+    """Returns a copy of the run `kept`."""
     return shutil.copytree(kept, tmp_path / "run")
 
 
@@ -90,14 +90,14 @@ def summary_of(run):
 
 
 def test_resume_auto_switches_between_checkpoint_folders_and_files(run, fit):
-    """In one folder, in which both stand side by side; a file that stood there is replaced."""
+    """Checkpoint folders and checkpoint files are next to each other in one run folder."""
     fit("resume=auto", "max_steps=4", "save_every=1", folder="run")
     assert at(run, 4).is_file() and at(run, 3).is_dir() and not at(run, 2).exists()
     fit("resume=auto", "max_steps=5", "save_every=1", "strategy=fsdp", folder="run")
     assert at(run, 5).is_dir() and at(run, 4).is_file() and not at(run, 3).exists()
 
 
-def test_resume_from_a_folder_with_another_model_or_optimizer_is_refused(kept, fit):
+def test_resume_from_a_checkpoint_folder_of_another_model_or_optimizer_is_refused(kept, fit):
     with pytest.raises(Refused, match=r"is \(300, 32\) in the checkpoint and \(300, 64\) in this model"):
         fit(f"resume={kept}", "model.architecture.n_embd=64", "max_steps=5")
     with pytest.raises(Refused, match="cannot read the state of AdamW"):
@@ -105,7 +105,7 @@ def test_resume_from_a_folder_with_another_model_or_optimizer_is_refused(kept, f
 
 
 def test_leftovers_of_a_killed_save_or_removal_are_ignored_and_deleted(run, fit, monkeypatch):
-    monkeypatch.setattr(checkpoint, "delete", lambda path: None)  # it was killed here
+    monkeypatch.setattr(checkpoint, "delete", lambda path: None)  # the removal is killed before it deletes
     checkpoint.AtomicCheckpointIO().remove_checkpoint(at(run, 2))
     monkeypatch.undo()
     draft = run / "checkpoints" / ".step-00000002.ckpt.writing"
@@ -115,7 +115,7 @@ def test_leftovers_of_a_killed_save_or_removal_are_ignored_and_deleted(run, fit,
 
 
 def replaced(path, monkeypatch, error, puts_back):
-    """Another folder is renamed to it, which does not come about."""
+    """Tries to replace `path` by a new folder; the rename of the new folder fails with `error`."""
     replace = atomic_files.os.replace
 
     def broken(source, to):
@@ -131,11 +131,11 @@ def replaced(path, monkeypatch, error, puts_back):
             draft.mkdir()
 
 
-def test_replaced_checkpoint_survives_a_failed_or_killed_save(run, monkeypatch):
-    """It is saved again at the same step, after an evaluation that makes it the best."""
+def test_replaced_checkpoint_folder_survives_a_failed_or_killed_save(run, monkeypatch):
+    """A checkpoint is saved again at the same step if an evaluation makes it the best."""
     replaced(at(run, 3), monkeypatch, OSError(28, "No space left on device"), puts_back=True)
     assert at(run, 3).exists() and intact(at(run, 3))
-    replaced(at(run, 3), monkeypatch, KeyboardInterrupt(), puts_back=False)  # killed between both renames
+    replaced(at(run, 3), monkeypatch, KeyboardInterrupt(), puts_back=False)  # killed between the two renames
     assert not at(run, 3).exists() and atomic_files.old_of(at(run, 3)).exists()
     assert newest(run) == at(run, 3) and not atomic_files.old_of(at(run, 3)).exists()
     with atomic_files.atomic_write(at(run, 3)) as draft:
@@ -144,8 +144,8 @@ def test_replaced_checkpoint_survives_a_failed_or_killed_save(run, monkeypatch):
     assert [file.name for file in at(run, 3).iterdir()] == ["new"] and not atomic_files.old_of(at(run, 3)).exists()
 
 
-def test_full_disk_while_writing_the_index_is_an_os_error(tmp_path, monkeypatch):
-    """torch's own error has none once it has come to another process."""
+def test_full_disk_while_writing_the_checkpoint_index_raises_an_os_error(tmp_path, monkeypatch):
+    """torch raises a RuntimeError, whose cause (with errno) is lost when the error is sent to another process."""
 
     def full(*_):
         try:
@@ -175,8 +175,8 @@ def test_checkpoint_with_a_non_finite_weight_is_not_saved(config, fit, monkeypat
 
 
 @pytest.mark.matrix
-def test_adapter_of_a_sharded_model_is_merged_as_by_one_process(fit):
-    """It started at random, so it has no base elsewhere."""
+def test_merged_adapter_of_a_sharded_run_equals_the_export_by_one_process(fit):
+    """The base was initialized at random, so the checkpoint contains the base and the export is merged."""
     _, divided = fit(*RUN, "adapter=lora", folder="divided")
     (content, stored) = checkpoint_folder.load(at(divided, 3))
     assert all("lora_" in name for name in stored) and content["lowmem"]["base"]
@@ -188,7 +188,7 @@ def test_adapter_of_a_sharded_model_is_merged_as_by_one_process(fit):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("merged", [False, True])
-def test_sharded_adapter_on_a_published_base_is_exported_alone_or_merged(kept, fit, merged):
+def test_adapter_of_a_sharded_run_on_a_pretrained_base_is_exported_as_by_one_process(kept, fit, merged):
     base = ("model=hf", f"model.name={kept / 'model'}", "adapter=lora", f"merge={merged}".lower())
     _, divided = fit(*RUN, *base, folder="divided")
     _, alone = fit(f"export={divided}", *base, folder="alone")
@@ -196,4 +196,6 @@ def test_sharded_adapter_on_a_published_base_is_exported_alone_or_merged(kept, f
     ours, theirs = (load_file(folder / "model" / name) for folder in (divided, alone))
     assert ours.keys() == theirs.keys() and any("lora" in name for name in ours) != merged
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-7
-    assert any(float(one.abs().max()) > 0 for name, one in ours.items() if merged or "lora_B" in name)  # it has learned
+    assert any(
+        float(one.abs().max()) > 0 for name, one in ours.items() if merged or "lora_B" in name
+    )  # the adapter was trained

@@ -1,4 +1,4 @@
-"""Tests that peft and transformers open what an adapter leaves behind, and compute what was trained."""
+"""Tests that peft and transformers open exported adapters, and compute the logits of the trained model."""
 
 import json
 import logging
@@ -19,9 +19,9 @@ from lowmem.techniques.adapter.nf4 import NF4Linear
 from lowmem.techniques.strategy.contract import OneDevice
 
 IDS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
-SAME = 1e-5  # relative, in fp32: products in another order
+SAME = 1e-5  # relative error in fp32, from another order of sums
 ROUNDED = 0.01  # merged matrices rounded to bf16: measured 0.004 to 0.007
-OTHER = 0.05  # whatever is farther computes something else: the original base is at 0.1
+OTHER = 0.05  # a larger error is a different model: the original base has 0.1
 FAMILIES = {
     "llama": {
         "hidden_size": 64,
@@ -47,7 +47,7 @@ def drawn(family):
 
 
 def adapted(family="llama", quantized=False, target="all-linear", dora=False):
-    """As training leaves it: its adapter does something."""
+    """Returns a model with an adapter whose update is not zero, as after training."""
     made = drawn(family)
     if quantized:
         nf4.quantize(made)
@@ -77,18 +77,18 @@ def exported(network, tokenizer, folder, dtype=None, merged=False, base="somebod
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_peft_opens_the_adapter_and_computes_what_was_trained(tokenizer, tmp_path, family, dora):
+def test_exported_adapter_opened_by_peft_computes_the_logits_of_the_trained_model(tokenizer, tmp_path, family, dora):
     trained = adapted(family, dora=dora)
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model")
-    assert off(drawn(family), wanted) > OTHER  # the base alone: else nothing would be seen
+    assert off(drawn(family), wanted) > OTHER  # the base alone differs, so the test would notice a missing adapter
     assert off(PeftModel.from_pretrained(drawn(family), folder), wanted) < SAME
     said = json.loads((folder / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == "somebody/base" and said["task_type"] == "CAUSAL_LM"
     assert (folder / "tokenizer.json").is_file() and not (folder / "config.json").exists()
 
 
-def test_an_adapter_is_the_same_bytes_each_time(tokenizer, tmp_path):
+def test_two_exports_of_equal_adapters_are_byte_identical(tokenizer, tmp_path):
     names = {"q_proj", "v_proj", "k_proj", "o_proj", "up_proj", "down_proj", "gate_proj"}
     one, other = (exported(adapted(target=names), tokenizer, tmp_path / name) for name in "ab")
     for file in ("adapter_model.safetensors", "adapter_config.json"):
@@ -96,7 +96,7 @@ def test_an_adapter_is_the_same_bytes_each_time(tokenizer, tmp_path):
     assert json.loads((one / "adapter_config.json").read_text())["target_modules"] == sorted(names)
 
 
-def test_an_adapter_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp_path):
+def test_exported_adapter_has_the_requested_dtype(tokenizer, tmp_path):
     folder = exported(adapted(), tokenizer, tmp_path / "model", "bfloat16")
     assert {tensor.dtype for tensor in load_file(folder / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
@@ -104,7 +104,9 @@ def test_an_adapter_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp_pat
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("quantized", [False, True])
-def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokenizer, tmp_path, quantized, family, dora):
+def test_merged_model_opened_by_transformers_computes_the_logits_of_the_trained_model(
+    tokenizer, tmp_path, quantized, family, dora
+):
     trained = adapted(family, quantized, dora=dora)
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model", merged=True)
@@ -115,7 +117,7 @@ def test_transformers_opens_a_merged_model_and_computes_what_was_trained(tokeniz
 
 
 class Divided(OneDevice):
-    """A strategy of which this process has all shards."""
+    """A sharded strategy with a single process, which has all shards."""
 
     divides = True
 
@@ -126,8 +128,10 @@ class Divided(OneDevice):
 @pytest.mark.parametrize(
     ("quantized", "target"), [(False, "all-linear"), (True, "all-linear"), (True, r".*mlp\.(\w+_proj|c_fc)")]
 )
-def test_a_divided_model_is_merged_as_a_whole_one_is(tokenizer, tmp_path, quantized, target, family, dora):
-    """One layer at a time, as it is asked for: also one in 4 bits without an adapter beside it."""
+def test_merged_export_of_a_sharded_model_equals_that_of_an_unsharded_model(
+    tokenizer, tmp_path, quantized, target, family, dora
+):
+    """The sharded model is merged layer by layer, including 4-bit layers without an adapter."""
     whole, divided = (adapted(family, quantized, target, dora) for _ in range(2))
     folder = exported(whole, tokenizer, tmp_path / "whole", merged=True)
     weights = Weights(divided, ranks=Divided())
@@ -136,7 +140,7 @@ def test_a_divided_model_is_merged_as_a_whole_one_is(tokenizer, tmp_path, quanti
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_merged_model_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp_path):
+def test_merged_export_has_the_requested_dtype_and_almost_equal_logits(tokenizer, tmp_path):
     trained = adapted(quantized=True)
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model", "bfloat16", merged=True)
@@ -145,7 +149,7 @@ def test_a_merged_model_is_written_in_the_dtype_that_is_asked_for(tokenizer, tmp
     assert off(merged, wanted) < ROUNDED
 
 
-def test_4_bit_layers_without_an_adapter_are_exported_too(tokenizer, tmp_path):
+def test_merged_export_includes_4_bit_layers_without_an_adapter(tokenizer, tmp_path):
     trained = adapted(quantized=True, target=["q_proj"])
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model", merged=True)
@@ -154,7 +158,7 @@ def test_4_bit_layers_without_an_adapter_are_exported_too(tokenizer, tmp_path):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["into the original base", "without its scaling"])
-def test_a_wrong_merge_is_far_off(tokenizer, tmp_path, monkeypatch, wrong):
+def test_wrongly_merged_adapter_computes_clearly_different_logits(tokenizer, tmp_path, monkeypatch, wrong):
     trained, original = adapted(quantized=True), drawn("llama")
     wanted = logits(trained)
     if wrong == "into the original base":
@@ -172,7 +176,7 @@ def of_4_bits(network):
     return [(name, part) for name, part in network.named_modules() if isinstance(part, NF4Linear)]
 
 
-def test_of_a_random_start_the_merged_model_is_written_whatever_was_typed(tokenizer, tmp_path, caplog):
+def test_adapter_on_a_randomly_initialized_base_is_always_exported_merged(tokenizer, tmp_path, caplog):
     trained = adapted()
     wanted = logits(trained)
     with caplog.at_level(logging.INFO, logger="lowmem"):
@@ -182,7 +186,7 @@ def test_of_a_random_start_the_merged_model_is_written_whatever_was_typed(tokeni
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_without_an_adapter_it_is_the_model(tokenizer, tmp_path, caplog, merged):
+def test_adapter_export_of_a_model_without_an_adapter_writes_the_model(tokenizer, tmp_path, caplog, merged):
     with caplog.at_level(logging.INFO, logger="lowmem"):
         folder = exported(drawn("llama"), tokenizer, tmp_path / "model", merged=merged)
     assert ("no adapter to merge" in caplog.text) == merged

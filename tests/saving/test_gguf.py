@@ -1,4 +1,5 @@
-"""GGUF files: transformers reads from them the network that was exported, and llama.cpp computes the same with it."""
+"""Tests GGUF files: transformers reads the exported weights from them, and llama.cpp computes the logits of
+transformers."""
 
 import json
 import shutil
@@ -69,11 +70,11 @@ def tokenizer(kind="gpt-2"):
 
 
 def written(folder, changes, kind="gpt-2", dtype=torch.float32):
-    """Exports a random network, whose vocabulary has more rows than tokens."""
+    """Exports a random network, whose embedding has more rows than the tokenizer has tokens."""
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"vocab_size": 480} | changes)).eval()
     with torch.no_grad():
-        for p in network.parameters():  # wide enough that positions and heads matter
+        for p in network.parameters():  # large enough that positions and heads change the logits
             p.copy_(4 * p if p.ndim > 1 else p + 0.1 * torch.randn_like(p))
     export(network.to(dtype), ModelFolder(folder, tokenizer(kind)))
     return network
@@ -85,9 +86,11 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama3's rope"])  # which transformers ignores
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name != "llama3's rope"]
+)  # transformers ignores it in a GGUF file
 def test_transformers_reads_the_exported_weights_from_the_gguf_file(tmp_path, alone, name, dtype):
-    heads = {"head_dim": 128} if name == "qwen3" else {}  # transformers reads no other size from a GGUF
+    heads = {"head_dim": 128} if name == "qwen3" else {}  # transformers reads no other head size from a GGUF file
     network = written(tmp_path / "model", MODELS[name] | heads, dtype=dtype)
     file = gguf.write(tmp_path / "model")
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
@@ -96,8 +99,8 @@ def test_transformers_reads_the_exported_weights_from_the_gguf_file(tmp_path, al
         assert torch.equal(theirs[key], weight.float()), key
 
 
-def test_unpermuted_attention_rows_in_a_gguf_file_are_caught(tmp_path, alone, monkeypatch):
-    """The deliberately wrong variant."""
+def test_unpermuted_attention_rows_in_a_gguf_file_give_different_weights_in_transformers(tmp_path, alone, monkeypatch):
+    """Wrong on purpose: query and key rows keep the order of transformers."""
     monkeypatch.setattr(gguf, "_in_pairs", lambda tensor, heads: tensor)
     network = written(tmp_path / "model", MODELS["llama"])
     file = gguf.write(tmp_path / "model")
@@ -106,7 +109,7 @@ def test_unpermuted_attention_rows_in_a_gguf_file_are_caught(tmp_path, alone, mo
     assert not torch.equal(read.get_parameter(name), network.get_parameter(name))
 
 
-def test_unverified_gguf_file_has_that_name_and_replaces_an_older_file(tmp_path, alone, caplog):
+def test_gguf_file_without_llama_cpp_is_named_unverified_and_replaces_an_older_file(tmp_path, alone, caplog):
     written(tmp_path / "model", MODELS["llama"])
     (tmp_path / "model" / gguf.NAME).touch()
     with caplog.at_level("INFO"):
@@ -127,13 +130,13 @@ def test_unverified_gguf_file_has_that_name_and_replaces_an_older_file(tmp_path,
         (MODELS["qwen2"] | {"use_sliding_window": True, "max_window_layers": 1}, "sliding windows"),
     ],
 )
-def test_model_without_gguf_support_is_refused(changes, says):
+def test_model_without_gguf_support_is_refused_and_convert_hf_to_gguf_is_named(changes, says):
     with pytest.raises(Refused, match=says) as refusal:
         gguf.check(AutoConfig.for_model(**changes), tokenizer())
     assert "convert_hf_to_gguf.py" in str(refusal.value)
 
 
-def test_tokenizer_without_gguf_support_is_refused():
+def test_tokenizer_without_gguf_support_is_refused_and_supported_ones_are_recognized():
     made, none = tokenizer(), tokenizer()
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     none.backend_tokenizer.pre_tokenizer = None
@@ -152,7 +155,7 @@ def test_gguf_export_of_an_adapter_without_merge_is_refused(command):
 
 
 @pytest.mark.matrix
-def test_run_and_export_write_the_same_gguf_file(fit, alone):
+def test_run_and_its_export_write_gguf_files_whose_last_tensor_bytes_are_equal(fit, alone):
     _, run = fit("max_steps=1", "export_format=gguf")
     file = run / "model" / gguf.UNVERIFIED
     before = file.read_bytes()
@@ -161,7 +164,7 @@ def test_run_and_export_write_the_same_gguf_file(fit, alone):
     assert (run.parent / "other" / "model" / gguf.UNVERIFIED).read_bytes()[-1000:] == before[-1000:]
 
 
-def test_gguf_file_names_end_of_turn_beside_end_of_text(tmp_path, alone):
+def test_gguf_file_names_the_end_of_turn_token_and_the_end_of_text_token(tmp_path, alone):
     network = written(tmp_path / "model", MODELS["llama"])
     network.generation_config.eos_token_id = [1, 2]
     network.generation_config.save_pretrained(tmp_path / "model")
@@ -170,7 +173,7 @@ def test_gguf_file_names_end_of_turn_beside_end_of_text(tmp_path, alone):
 
 
 @pytest.mark.matrix
-def test_run_with_a_wrong_gguf_file_is_complete_and_says_what_to_type(command, tmp_path, monkeypatch):
+def test_run_whose_gguf_file_is_wrong_is_complete_and_suggests_a_huggingface_export(command, tmp_path, monkeypatch):
     def write(folder):
         raise Refused("llama.cpp cannot compute with the file (x).")
 
@@ -186,7 +189,7 @@ def test_run_with_a_wrong_gguf_file_is_complete_and_says_what_to_type(command, t
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """Fetches llama.cpp, which is not a dependency."""
+    """Installs llama.cpp, which is not a dependency, or skips the test."""
     if llama_cpp.is_installed():
         yield
         return
@@ -207,7 +210,7 @@ def llama(tmp_path_factory):
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", SPLITS)
 @pytest.mark.parametrize("name", MODELS)
-def test_llama_cpp_computes_the_logits_of_transformers(tmp_path, llama, name, kind):
+def test_llama_cpp_computes_the_logits_of_transformers_from_the_gguf_file(tmp_path, llama, name, kind):
     written(tmp_path / "model", MODELS[name], kind)
     assert gguf.write(tmp_path / "model").name == gguf.NAME
 
@@ -236,13 +239,13 @@ def test_llama_cpp_check_finds_a_wrong_gguf_file(tmp_path, llama, monkeypatch, w
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_gguf_check_uses_at_most_the_positions_of_the_model(tmp_path, llama):
+def test_llama_cpp_check_accepts_a_model_with_only_16_positions(tmp_path, llama):
     written(tmp_path / "model", MODELS["gpt2"] | {"n_positions": 16})
     assert gguf.write(tmp_path / "model").name == gguf.NAME
 
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_llama_cpp_computes_the_logits_of_a_real_model(tmp_path, llama):
+def test_llama_cpp_computes_the_logits_of_a_pretrained_model_from_its_gguf_file(tmp_path, llama):
     shutil.copytree(folder_or_skip(), tmp_path / "model")
     assert gguf.write(tmp_path / "model") == Path(tmp_path / "model" / gguf.NAME)

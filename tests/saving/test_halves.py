@@ -1,4 +1,5 @@
-"""Checkpoints that hold a weight in two halves of 16 bits: to the bit the fp32 that it is, whoever reads them."""
+"""Tests checkpoints that store an fp32 weight in two halves of 16 bits: every reader gets the bits of the fp32
+weight."""
 
 import mmap
 import shutil
@@ -20,13 +21,13 @@ RUN = ("precision=bf16-master", "lr=1e-2", "max_steps=4")
 
 
 def in_halves(run, folder):
-    """A copy of a run whose last checkpoint holds its weights so."""
+    """Copies a run, and splits the fp32 weights of its last checkpoint into halves."""
     shutil.copytree(run, folder)
     (path,) = (folder / "checkpoints").glob("*")
     content = torch.load(path, weights_only=True)
     state, once = content["state_dict"], {}
     for name, wide in state.items():
-        if wide.dtype == torch.float32 and wide.data_ptr() not in once:  # a tied one is held once
+        if wide.dtype == torch.float32 and wide.data_ptr() not in once:  # a tied weight is stored once
             once[wide.data_ptr()], content.setdefault("rests", {})[name] = halves(wide)
     content["state_dict"] = {name: once.get(wide.data_ptr(), wide) for name, wide in state.items()}
     torch.save(content, path)
@@ -35,7 +36,7 @@ def in_halves(run, folder):
 
 @pytest.fixture
 def stopped(fit, tmp_path):
-    """(a run that stopped half-way, the same with halves in its checkpoint)."""
+    """Returns (a run that stopped half-way, a copy whose checkpoint has halves)."""
     _, run = fit(*RUN, "max_steps=3", "scheduler.total_steps=4", folder="part")
     return run, in_halves(run, tmp_path / "halves")
 
@@ -47,8 +48,10 @@ slow = pytest.mark.matrix
     ("precision", "forgets"),
     [("32", True), *(pytest.param(p, False, marks=slow) for p in ("32", "bf16-sr", "bf16-master"))],
 )
-def test_resume_from_split_weights_equals_resume_from_fp32_weights(fit, stopped, monkeypatch, precision, forgets):
-    """Forgets, the wrong variant: what the upper halves have lost stays behind."""
+def test_resume_from_weights_split_into_16_bit_halves_equals_resume_from_fp32_weights(
+    fit, stopped, monkeypatch, precision, forgets
+):
+    """Wrong on purpose (forgets=True): the lower halves are ignored."""
     if forgets:
         monkeypatch.setattr("lowmem.training.module.joined", lambda upper, rest: upper)
     one, other = (fit(*RUN, f"precision={precision}", f"resume={run}", folder=f"{run.name} on")[1] for run in stopped)
@@ -69,7 +72,7 @@ def test_page_out_releases_only_the_pages_of_the_mapped_file(tmp_path, monkeypat
     assert first <= start and start + size <= first + flat.nbytes and size > flat.nbytes - 2 * mmap.PAGESIZE
 
 
-# --- runs whose weights stream ----------------------------------------------------------------------------------------
+# --- runs with streamed weights ---------------------------------------------------------------------------------------
 
 STREAMED, RESIDENT = ("weights=streamed", "gradient_checkpointing=every_layer"), ("weights=resident",)
 LONG = ("lr=1e-2", "max_steps=6", "accumulation=fixed", "accumulation.batches=2", "batch_size=2")
@@ -77,7 +80,7 @@ LONG = ("lr=1e-2", "max_steps=6", "accumulation=fixed", "accumulation.batches=2"
 
 MASTERS, FP16 = ("precision=bf16-master",), ("precision=16-master",)
 SR = ("precision=bf16-sr",)
-TILED = (*MASTERS, "loss=tiled", "loss.columns=96")  # of which embedding and head wait in host memory too
+TILED = (*MASTERS, "loss=tiled", "loss.columns=96")  # embedding and head are streamed, too
 ROUNDS = [(MASTERS, STREAMED, RESIDENT), (TILED, RESIDENT, STREAMED)]
 MORE = [
     *((how, STREAMED, STREAMED) for how in (MASTERS, TILED, FP16, SR)),
@@ -89,7 +92,7 @@ MORE = [
 
 @pytest.mark.rows("how0-first0-then0")
 @pytest.mark.parametrize(("how", "first", "then"), [*ROUNDS, *(pytest.param(*r, marks=slow) for r in MORE)])
-def test_resume_with_other_weight_placement_equals_the_unbroken_run(fit, how, first, then):
+def test_resume_with_streamed_or_resident_weights_equals_the_unbroken_run(fit, how, first, then):
     lines = (*how, *LONG)
     _, whole = fit(*lines, *then, folder="whole")
     _, part = fit(*lines, *first, "max_steps=3", "scheduler.total_steps=6", folder="part")
@@ -105,7 +108,7 @@ def test_resume_with_other_weight_placement_equals_the_unbroken_run(fit, how, fi
     "how", [TILED, *(pytest.param(how, marks=slow) for how in (MASTERS, FP16, SR, (*SR, *TILED[1:])))]
 )
 def test_streamed_checkpoint_is_evaluated_and_exported_bit_exactly(fit, config, how):
-    """In all of its bits, streamed and resident."""
+    """With streamed and with resident weights."""
     lines = (*how, *STREAMED)
     summary, run = fit(*lines, "max_steps=2")
     model = (run / "model" / "model.safetensors").read_bytes()

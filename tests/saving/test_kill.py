@@ -1,4 +1,5 @@
-"""Killed by SIGKILL in a step, a save or after the last step: the same command goes on, and the bits are right."""
+"""Tests runs that are killed by SIGKILL in a step, in a save or after the last step: the same command resumes them, and
+the result equals the unbroken run bit by bit."""
 
 import multiprocessing
 import random
@@ -13,14 +14,14 @@ from conftest import ROOT
 from lowmem.config.typed_lines import key, quoted
 from lowmem.saving.checkpoint import complete
 
-PARAMETERS = 28  # of the small model: steps of its masters per optimizer step
+PARAMETERS = 28  # of the small model: updates of masters per optimizer step
 SAVES = ("half a file", "before the rename", "after the rename")
 RUN = ("precision=bf16-master", "optim=adamw8bit", "save_every=1", "model.architecture.n_embd=64")
 
 
 @pytest.fixture(scope="module")
 def processes():
-    """Forked from a process that has imported everything and computed nothing."""
+    """Returns a multiprocessing context that forks from a process with all imports done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "bitsandbytes", "dying"])
     return context
@@ -28,7 +29,8 @@ def processes():
 
 @pytest.fixture
 def life(processes, small, tmp_path):
-    """The folder, and (moment, steps) -> exit code of a life of the run in it: the same command line every time."""
+    """Returns the run folder, and a function that runs the command in a process: (moment of the kill, steps) -> exit
+    code."""
     folder, lives = tmp_path / "run", [0]
 
     def live(moment, steps=12, renames=True, more=()):
@@ -61,7 +63,7 @@ def names_tell_the_truth(folder):
 
 
 def moments(count, in_saves, seed=0):
-    """The last two come after the last step, the others before."""
+    """Returns the moments of `count` kills: the last two after the last step, and the others before it."""
     draw = random.Random(seed)
     found = [("in a step", draw.randrange(2 * PARAMETERS)) for _ in range(count - in_saves - 2)]
     found += [(SAVES[i % len(SAVES)], draw.randrange(2)) for i in range(in_saves)]
@@ -119,7 +121,7 @@ def test_run_with_a_drive_killed_repeatedly_equals_the_unbroken_run(fit, life, t
 
 @pytest.mark.process
 @pytest.mark.wrong
-def test_checkpoint_writer_without_the_final_rename_is_caught(life):
+def test_checkpoint_writer_without_the_final_rename_leaves_an_incomplete_checkpoint(life):
     folder, live = life
     assert live(("half a file", 1), renames=False) == -signal.SIGKILL
     assert not names_tell_the_truth(folder)

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness opens exported folders, and its bits per byte of the same texts equal `evaluate=`.
+"""Tests that lm-evaluation-harness opens exported folders, and that its bits per byte equal the result of `evaluate=`.
 
-Both predict the same tokens: each text behind the begin-of-text token, and its end-of-text token. It runs in an
-environment of its own: LM_EVAL=<its python>, or else one is made here, which takes a network.
+Both predict each text after the begin-of-text token, and the end-of-text token. lm-evaluation-harness runs in a
+separate environment: set LM_EVAL to its Python, or the test creates the environment, which needs a network.
 """
 
 import json
@@ -19,8 +19,8 @@ from real_model import fitted, folder_or_skip
 
 TASKS = ROOT / "examples" / "lm_eval"
 TASK = "lowmem_bits_per_byte"
-# bits per byte: sums of fp32 in another order, 1e-7 for all weights and 5e-7 for a merged adapter; each deliberately
-# wrong comparison is 0.09 or more off
+# bits per byte. Another order of fp32 sums gives 1e-7 for full training and 5e-7 for a merged adapter; each
+# deliberately wrong comparison is off by 0.09 or more.
 BOUND = 1e-4
 WRONG = 100 * BOUND
 TEXTS = [
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.process, pytest.mark.matrix]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """The Python of an environment with lm-evaluation-harness."""
+    """Returns the Python of an environment with lm-evaluation-harness."""
     if find_spec("lm_eval"):
         return sys.executable
     place = tmp_path_factory.mktemp("lm-eval")
@@ -45,7 +45,7 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """(training texts, validation texts), each a file."""
+    """Returns the files of (training texts, validation texts)."""
     folder = tmp_path_factory.mktemp("texts")
     chats = map(json.loads, (ROOT / "examples" / "chat.jsonl").read_text().splitlines()[:40])
     answers = [chat["messages"][-1]["content"] for chat in chats]
@@ -56,7 +56,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """The folder of examples, and beside its task the deliberately wrong ones."""
+    """Returns a copy of the folder of examples, with deliberately wrong tasks in addition."""
     folder = shutil.copytree(TASKS, tmp_path_factory.mktemp("tasks") / "lm_eval")
     task = (folder / f"{TASK}.yaml").read_text()
     plain = task.replace("!function texts.target", '"{{text}}"')
@@ -78,7 +78,7 @@ def scored(python, model, texts, out, tasks=TASKS, names=TASK):
     return {name: result["bits_per_byte,none"] for name, result in json.loads(file.read_text())["results"].items()}
 
 
-def test_lm_eval_scores_a_trained_model_as_evaluate(tmp_path, python, texts, tasks):
+def test_lm_eval_bits_per_byte_of_a_trained_model_equal_those_of_evaluate(tmp_path, python, texts, tasks):
     model, (train, val) = folder_or_skip(), texts
     data = ("data=jsonl", f"data.path={train}", f"data.val_path={val}", "seq_len=256")
     untrained = fitted(model, tmp_path / "untrained", *data, f"evaluate={model}", "data.bos=true")
@@ -92,12 +92,13 @@ def test_lm_eval_scores_a_trained_model_as_evaluate(tmp_path, python, texts, tas
     )
     right = theirs.pop(TASK)
     assert abs(right - ours["bits_per_byte"]) < BOUND and abs(right - at_end["bits_per_byte"]) < BOUND
-    # the untrained model; texts without their first token, or without the end; and the end's bytes among the texts'
+    # wrong on purpose: the untrained model, texts without begin-of-text, texts without end-of-text, and bytes of the
+    # end-of-text token counted as bytes of the text
     wrong = [untrained["bits_per_byte"], without_bos["bits_per_byte"], *theirs.values()]
     assert len(wrong) == 4 and min(abs(ours["bits_per_byte"] - one) for one in wrong) > WRONG, wrong
 
 
-def test_lm_eval_scores_an_adapter_alone_and_merged_as_its_run(tmp_path, python, texts):
+def test_lm_eval_bits_per_byte_of_an_adapter_alone_and_merged_equal_those_of_its_run(tmp_path, python, texts):
     model, (train, val) = folder_or_skip(), texts
     data = ("data=jsonl", f"data.path={train}", f"data.val_path={val}", "seq_len=256", "data.bos=true", "adapter=lora")
     ours = fitted(model, tmp_path / "run", *data, "max_steps=2", "lr=1e-3")["bits_per_byte"]

@@ -1,4 +1,5 @@
-"""README.md of model/ says what was measured and how, and nothing of the machine; push= sends the folder."""
+"""Tests README.md of model/, which has the measurements and the command but no local paths, and push=, which uploads
+the folder."""
 
 import json
 import logging
@@ -24,7 +25,7 @@ def head(text):
     return yaml.safe_load(text.split("---\n")[1])
 
 
-def test_model_card_is_made_from_the_summary(whole):
+def test_model_card_has_the_numbers_of_summary_json_and_no_local_paths(whole):
     summary, run = whole
     text = (run / "model" / "README.md").read_text()
     assert text == card(json.loads((run / "summary.json").read_text()))
@@ -82,14 +83,16 @@ def test_command_in_the_model_card_omits_implied_null_overrides():
     assert command(["experiment=chat_lora_8gb", "max_steps=9", "epochs=null"]) == (
         "python train.py experiment=chat_lora_8gb max_steps=9"
     )
-    assert command(["clip=null", "epochs=null"]) == "python train.py clip=null epochs=null"  # typed for themselves
+    assert (
+        command(["clip=null", "epochs=null"]) == "python train.py clip=null epochs=null"
+    )  # null is not implied by another override
 
 
 # --- push= -----------------------------------------------------------------------------------------------------------
 
 
 class Recorded:
-    """The hub's interface, as far as it is used."""
+    """A stand-in for `HfApi` that records its calls."""
 
     calls: list = []  # noqa: RUF012
 
@@ -101,7 +104,7 @@ class Recorded:
         return f"https://hub/{repo_id}"
 
 
-def test_push_uploads_the_whole_folder(fit, monkeypatch, caplog):
+def test_push_creates_a_private_repository_and_uploads_the_model_folder(fit, monkeypatch, caplog):
     monkeypatch.setattr(huggingface_hub, "HfApi", Recorded)
     Recorded.calls = []
     with caplog.at_level(logging.INFO):
@@ -121,7 +124,7 @@ def test_push_without_a_network_is_reported_and_the_run_is_complete(command, tmp
     assert (run / "model" / "README.md").exists() and json.loads((run / "summary.json").read_text())["steps"] == 1
 
 
-def test_push_is_refused_for_an_evaluation_or_an_invalid_hub_id(command):
+def test_push_of_an_evaluation_or_to_an_invalid_hub_id_is_refused(command):
     for lines, says in ((("evaluate=x", "push=me/it"), "export=<a run>"), (("push=mine",), "a hub id")):
         code, said = command(*lines)
         assert code == 1 and says in said

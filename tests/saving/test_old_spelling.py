@@ -1,4 +1,5 @@
-"""Exported configurations and tokenizers say the same to transformers 4 (test_transformers_4.py runs it) and to 5."""
+"""Tests that exported configurations and tokenizers mean the same in transformers 4 (which test_transformers_4.py runs)
+and in transformers 5."""
 
 import json
 import shutil
@@ -27,7 +28,7 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
 GEMMA = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}}
 GEMMA |= {"sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
-OLD = {  # keys in transformers 5, and what transformers 4 reads
+OLD = {  # model type -> keys of transformers 5, keys that transformers 4 reads
     "llama": ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
     "qwen2": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 1e6}),
     "qwen3": (
@@ -58,7 +59,7 @@ OLD = {  # keys in transformers 5, and what transformers 4 reads
 
 
 def written(config):
-    """Returns what config.json holds of a configuration."""
+    """Returns the keys of a configuration in config.json."""
     return json.loads(config.to_json_string(use_diff=False))
 
 
@@ -74,7 +75,7 @@ def test_exported_config_has_the_keys_of_transformers_4(model_type):
     else:
         assert said["rope_scaling"] | scaling == said["rope_scaling"] and "rope_theta" not in said["rope_scaling"]
     if model_type == "phi3":
-        assert said["rope_scaling"] == LONG | {"type": "longrope"}  # three keys: it refuses any other number
+        assert said["rope_scaling"] == LONG | {"type": "longrope"}  # transformers 4 accepts exactly three keys
 
 
 def test_exported_nested_text_config_has_the_keys_of_transformers_4():
@@ -83,14 +84,14 @@ def test_exported_nested_text_config_has_the_keys_of_transformers_4():
 
 
 def without_old_names(value):
-    """`type` was the name of `rope_type`."""
+    """Returns a value without keys `type`, the earlier name of `rope_type`."""
     if not isinstance(value, dict):
         return value
     return {key: without_old_names(inner) for key, inner in value.items() if key != "type"}
 
 
 def same_in_5(config, folder):
-    """Compare a configuration that transformers reads from its own spelling and from the old one."""
+    """Asserts that transformers 5 reads equal configurations from its own spelling and from the exported spelling."""
     config.save_pretrained(folder)
     its_own = written(type(config).from_pretrained(folder))
     rewrite_config(folder, None)
@@ -110,7 +111,7 @@ def test_transformers_5_reads_exported_configs_of_every_causal_model_unchanged(t
     for model_type in CONFIG_MAPPING:
         try:
             config = CONFIG_MAPPING[model_type]()
-        except Exception:  # it has no default values, or needs a package
+        except Exception:  # the configuration has no default values, or needs another package
             continue
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             same_in_5(config, tmp_path)
@@ -118,23 +119,23 @@ def test_transformers_5_reads_exported_configs_of_every_causal_model_unchanged(t
     assert found > 100
 
 
-def test_exported_config_writes_infinity_for_transformers_4(tmp_path):
+def test_exported_config_keeps_infinity_as_a_number(tmp_path):
     AutoConfig.for_model("mamba2", time_step_limit=(0.0, float("inf"))).save_pretrained(tmp_path)
     rewrite_config(tmp_path, None)
     assert json.loads((tmp_path / "config.json").read_text())["time_step_limit"] == [0.0, float("inf")]
 
 
-def test_exported_config_omits_multi_token_prediction_layers():
+def test_exported_config_sets_multi_token_prediction_layers_to_0():
     said = old_config({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, "text_config": {"model_type": "x"}})
     assert said["num_nextn_predict_layers"] == 0
 
 
-# --- the tie --------------------------------------------------------------------------------------------------------
+# --- tied embeddings ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("shares", [True, False])
-def test_exported_config_says_tied_only_if_weights_are_tied(tmp_path, says, shares):
+def test_exported_config_has_tied_embeddings_only_if_the_weights_are_tied(tmp_path, says, shares):
     model = network("llama", tie_word_embeddings=says)
     embedding = model.get_input_embeddings().weight
     model.lm_head.weight = embedding if shares else nn.Parameter(2 * embedding.detach())
@@ -160,7 +161,7 @@ def words(bos=False, **more):
 
 
 def came_as(folder, name, **how):
-    """A tokenizer from a folder that names its class."""
+    """Returns a tokenizer that is loaded from a folder with this class name."""
     words(**how).save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
@@ -175,18 +176,18 @@ def exported(tokenizer, folder):
 @pytest.mark.parametrize(
     ("came", "goes"),
     [
-        (None, "PreTrainedTokenizerFast"),  # made here
+        (None, "PreTrainedTokenizerFast"),  # trained here
         ("TokenizersBackend", "PreTrainedTokenizerFast"),
         ("PreTrainedTokenizerFast", "PreTrainedTokenizerFast"),
         ("Qwen2TokenizerFast", "Qwen2TokenizerFast"),
         ("Qwen2Tokenizer", "Qwen2Tokenizer"),
     ],
 )
-def test_exported_tokenizer_has_a_class_of_transformers_4(tmp_path, came, goes):
+def test_exported_tokenizer_names_a_class_that_transformers_4_has(tmp_path, came, goes):
     tokenizer = words() if came is None else came_as(tmp_path / "in", came)
     said = exported(tokenizer, tmp_path / "out")
     assert said["tokenizer_class"] == goes
-    # a list under the new name ends transformers 4 with an AttributeError
+    # with a list in extra_special_tokens transformers 4 raises an AttributeError
     assert said["additional_special_tokens"] == ["<turn>"] and "extra_special_tokens" not in said
     assert not {"is_local", "local_files_only"} & said.keys()
     opened = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -195,14 +196,14 @@ def test_exported_tokenizer_has_a_class_of_transformers_4(tmp_path, came, goes):
 
 
 @pytest.mark.parametrize("bos", [True, False])
-def test_exported_tokenizer_says_whether_texts_begin_with_bos(tmp_path, bos):
-    """Llama's and Gemma's class of transformers 4 add one unless they are told not to."""
+def test_exported_tokenizer_config_states_whether_texts_begin_with_bos(tmp_path, bos):
+    """In transformers 4 the classes of Llama and Gemma add a BOS token unless the configuration says otherwise."""
     said = exported(came_as(tmp_path / "in", "GemmaTokenizerFast", bos=bos), tmp_path / "out")
     assert (said["add_bos_token"], said["add_eos_token"]) == (bos, False)
 
 
-def test_tokenizer_class_that_would_encode_differently_is_not_exported(tmp_path):
-    """GPT-NeoX's class of transformers 5 drops what tokenizer.json puts before a text."""
+def test_tokenizer_class_that_would_encode_differently_is_replaced_in_the_export(tmp_path):
+    """In transformers 5 the class of GPT-NeoX ignores the BOS token that tokenizer.json adds."""
     tokenizer = came_as(tmp_path / "in", "GPTNeoXTokenizerFast")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
@@ -212,13 +213,13 @@ def test_tokenizer_class_that_would_encode_differently_is_not_exported(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("a").input_ids == tokenizer("a").input_ids == [1, 4]
 
 
-def test_tokenizer_whose_source_folder_is_gone_is_exported(tmp_path):
+def test_tokenizer_whose_source_folder_is_gone_is_exported_with_the_generic_class(tmp_path):
     tokenizer = came_as(tmp_path / "in", "Qwen2Tokenizer")
     shutil.rmtree(tmp_path / "in")
     assert exported(tokenizer, tmp_path / "out")["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_exported_adapter_folder_has_the_tokenizer_of_transformers_4(tmp_path):
+def test_exported_adapter_folder_has_a_tokenizer_config_for_transformers_4(tmp_path):
     model = network("llama")
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
     export_adapter(model, ModelFolder(tmp_path / "out", words()), False, "somebody/base")

@@ -1,5 +1,5 @@
-"""Weights that stream are in memory once, however they come and go: from files, into host blocks, to a checkpoint and
-back. Measured as what this process, or one of its own, has for itself at most (Linux: RssAnon)."""
+"""Tests that streamed weights are in memory once while they are loaded, moved to host blocks, saved and resumed. The
+tests measure the peak of anonymous resident memory (Linux: RssAnon) of this process or of a subprocess."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ KEYS = {"vocab_size": 2000, "hidden_size": 512, "intermediate_size": 2048, "num_
 
 
 def module():
-    """Its weights in fp32, and bytes of them."""
+    """Returns a module with fp32 weights, and the bytes of these weights."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(_of_type("llama", **KEYS, num_attention_heads=4))
     network.to_empty(device="cpu")
@@ -37,7 +37,7 @@ def module():
 
 
 def highest(work):
-    """Bytes above what there was before."""
+    """Returns the peak of additional bytes while `work` runs."""
     with Highest() as found:
         work()
     return found.rise
@@ -46,8 +46,9 @@ def highest(work):
 @linux
 @pytest.mark.parametrize("wrong", ["", *(pytest.param(w, marks=pytest.mark.matrix) for w in WRONG)])
 @in_a_new_process
-def test_split_weights_are_moved_saved_and_loaded_without_a_second_copy(tmp_path, wrong, monkeypatch):
-    """Wrong: somebody still holds what they were made of; they are saved as fp32; all are put together at once."""
+def test_streamed_split_weights_are_moved_saved_and_loaded_without_a_second_copy(tmp_path, wrong, monkeypatch):
+    """Wrong on purpose: the fp32 weights are not freed (moving), weights are saved as fp32 (saving), or all weights are
+    joined at once (reading)."""
     ours, weights = module()
     masters, file = [], tmp_path / "step-00000001.ckpt"
     held = [p.data for p in ours.parameters()] if wrong == "moving" else []
@@ -73,7 +74,7 @@ def test_split_weights_are_moved_saved_and_loaded_without_a_second_copy(tmp_path
     if wrong == "reading":
         monkeypatch.setattr("lowmem.training.module.joined", lambda *halves: held.append(joined(*halves)) or held[-1])
     rises["reading"] = highest(read)
-    # the 16-bit weights of one block and of layers that do not stream; nothing; one tensor
+    # the 16-bit weights of one block and of resident layers; nothing; one tensor
     most = {"moving": 0.35, "saving": 0.05, "reading": 0.25}
     assert {name for name, rise in rises.items() if rise > most[name] * weights} == ({wrong} if wrong else set())
     for one, two in zip(ours.parameters(), other.parameters(), strict=True):
@@ -114,8 +115,8 @@ print(max(peak, anonymous()) - before)
 @pytest.mark.process
 @pytest.mark.parametrize("wrong", ["", "wrong"])
 @pytest.mark.parametrize("held", ["halves", "at random"])
-def test_loading_files_into_host_blocks_holds_the_model_once(tmp_path, held, wrong):
-    """300 MB in shards. Over what the host holds in the end: a block, a tensor, and what importing the class took."""
+def test_loading_files_of_a_streamed_model_holds_its_weights_once_in_memory(tmp_path, held, wrong):
+    """A model of 300 MB in several files. Loading may take a block, a tensor and the memory of imports in addition."""
     keys = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(
@@ -129,6 +130,6 @@ def test_loading_files_into_host_blocks_holds_the_model_once(tmp_path, held, wro
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # host_masters is in tests/support
     said = subprocess.run(run, capture_output=True, text=True, check=True, timeout=240, env=env).stdout
     peak = int(said.split()[-1])
-    # beside masters what does not stream has 16 bits too; without them all that does not has a copy on the host
+    # bytes at the end: with masters, resident layers also have 16-bit weights; without, resident layers are copied
     ends = 4 * many + 2 * 2 * largest if held == "halves" else 2 * many + 2 * 2 * largest
     assert (peak < ends + 2 * block + 4 * largest + 40e6) != bool(wrong)

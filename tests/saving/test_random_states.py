@@ -1,4 +1,5 @@
-"""Dropout goes on where it stopped, if as many processes go on for the same data; else it is drawn anew, and said."""
+"""Tests the random states of a resumed run: they are restored if the same number of processes reads the same data,
+otherwise the processes are seeded again, and the log says so."""
 
 import logging
 from types import SimpleNamespace
@@ -24,11 +25,11 @@ class Several(OneDevice):
 
 
 class Other(Several):
-    """Another strategy."""
+    """A strategy with another name."""
 
 
 def saved(kind, data_ranks):
-    """Returns the random states of these processes, each with one of its own."""
+    """Returns a checkpoint with a different random state for each process."""
     every = []
     for rank in range(len(data_ranks)):
         torch.manual_seed(100 + rank)
@@ -50,31 +51,31 @@ def of(seed):
     ("there", "here", "goes_on"),
     [
         ((Several, [0, 1]), (Several, [0, 1]), True),
-        ((Several, [0, 1]), (Other, [0, 1]), True),  # all differ by their data alone
+        ((Several, [0, 1]), (Other, [0, 1]), True),  # every rank reads different data
         ((Several, [0, 0]), (Several, [0, 0]), True),
-        ((Several, [0, 0]), (Other, [0, 0]), False),  # they share their rows in another way
+        ((Several, [0, 0]), (Other, [0, 0]), False),  # ranks that read the same data may divide the work differently
         ((Several, [0, 1]), (Several, [0, 0]), False),
         ((Several, [0, 1]), (Several, [0, 1, 2]), False),
     ],
 )
-def test_ranks_restore_their_own_random_state_or_all_reseed(caplog, there, here, goes_on):
+def test_ranks_restore_random_states_if_they_read_the_same_data_and_reseed_otherwise(caplog, there, here, goes_on):
     content, (kind, data_ranks) = saved(*there), here
     with caplog.at_level(logging.INFO):
         drawn = [drawn_by(kind(rank, data_ranks), content) for rank in range(len(data_ranks))]
     if goes_on:
         assert all(torch.equal(one, of(100 + rank)) for rank, one in enumerate(drawn)) and not caplog.records
     else:
-        assert all(torch.equal(one, of(7)) for one in drawn)  # that with which they have seeded themselves
+        assert all(torch.equal(one, of(7)) for one in drawn)  # the seed of the new run
         assert f"the random states of {len(there[1])} processes (Several)" in caplog.text
 
 
-def test_single_process_resuming_from_two_seeds_by_window(caplog):
+def test_single_process_resuming_a_run_of_two_seeds_by_the_window_number(caplog):
     two = saved(Several, [0, 1])
     drawn = [drawn_by(OneDevice(), two, window) for window in (3, 4)]
     assert torch.equal(drawn[0], of(7 + 3)) and torch.equal(drawn[1], of(7 + 4))
 
 
-def test_random_state_of_a_single_process_checkpoint_format_is_restored(caplog):
+def test_random_state_in_a_single_process_checkpoint_is_restored(caplog):
     torch.manual_seed(100)
     assert torch.equal(drawn_by(OneDevice(), {"random_states": {"cpu": torch.get_rng_state()}}), of(100))
     assert not caplog.records
@@ -82,11 +83,11 @@ def test_random_state_of_a_single_process_checkpoint_format_is_restored(caplog):
 
 @pytest.mark.parametrize(("first", "own", "late"), [(100.0, 0.0, True), (0.0, 100.0, False)])
 def test_time_to_save_is_decided_by_the_clock_of_rank_0(monkeypatch, tmp_path, first, own, late):
-    """Each has waited differently. The deliberately wrong variant asks its own."""
+    """Clocks of ranks differ. Each case has a rank whose own clock would give the opposite answer."""
     from lowmem.saving import checkpoint
 
     saves = checkpoint.Checkpoints(tmp_path, "1min")
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: own)
     ranks = SimpleNamespace(broadcast=lambda said: first >= 60.0)
     assert saves._late(ranks) == late != (own >= 60.0)
-    assert not checkpoint.Checkpoints(tmp_path, 10)._late(None)  # by steps nobody is asked
+    assert not checkpoint.Checkpoints(tmp_path, 10)._late(None)  # save_every in steps needs no clock

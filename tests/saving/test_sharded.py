@@ -1,4 +1,5 @@
-"""A checkpoint folder: whatever number of processes has written it, any number reads its parts of it, to the bit."""
+"""Tests checkpoint folders: any number of processes reads its shards bit-exactly, whatever number of processes wrote
+the folder."""
 
 import errno
 from contextlib import nullcontext
@@ -44,7 +45,7 @@ def same_bits(one, other):
 
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_checkpoint_of_any_number_of_processes_is_read_by_any_other_number(tmp_path, size, dim):
+def test_checkpoint_of_any_number_of_processes_is_read_bit_exactly_by_any_other_number(tmp_path, size, dim):
     whole = tensors()
     saved_by(size, tmp_path / "step-00000001.ckpt", whole, {"x": 1}, dim)
     content, stored = checkpoint_folder.load(tmp_path / "step-00000001.ckpt")
@@ -62,8 +63,8 @@ def test_checkpoint_of_any_number_of_processes_is_read_by_any_other_number(tmp_p
 
 
 @pytest.mark.wrong
-def test_exchanged_pieces_in_the_index_are_caught(tmp_path):
-    """The deliberately wrong variant of the test above: an index that has exchanged the places of two equal pieces."""
+def test_exchanged_pieces_in_a_checkpoint_index_give_wrong_values(tmp_path):
+    """Wrong on purpose: the index exchanges two pieces of equal size."""
     whole = {"matrix": torch.randn(8, 3)}
     saved_by(2, tmp_path / "folder", whole)
     _, stored = checkpoint_folder.load(tmp_path / "folder")
@@ -72,14 +73,14 @@ def test_exchanged_pieces_in_the_index_are_caught(tmp_path):
     assert not same_bits(read(stored, "matrix"), whole["matrix"])
 
 
-def test_replicated_tensor_is_written_once(tmp_path):
+def test_replicated_tensor_is_written_once_to_a_checkpoint_folder(tmp_path):
     saved_by(4, tmp_path / "folder", {"number": torch.tensor(1.0)})
     _, stored = checkpoint_folder.load(tmp_path / "folder")
     assert len(stored.tensors["number"]["pieces"]) == 1
     assert sum(file.stat().st_size for file in (tmp_path / "folder").glob("part-*")) == 4
 
 
-def test_stored_tensor_is_read_into_another_dtype_or_layout(tmp_path):
+def test_tensor_of_a_checkpoint_folder_is_read_into_another_dtype_or_layout(tmp_path):
     whole = {"matrix": torch.randn(6, 4)}
     checkpoint_folder.save(tmp_path / "folder", whole, {}, ALONE)
     _, stored = checkpoint_folder.load(tmp_path / "folder")
@@ -89,17 +90,17 @@ def test_stored_tensor_is_read_into_another_dtype_or_layout(tmp_path):
     assert same_bits(narrow, whole["matrix"].bfloat16()) and same_bits(turned.t(), whole["matrix"])
 
 
-def test_stored_tensors_are_listed_under_a_prefix(tmp_path):
+def test_tensors_of_a_checkpoint_folder_are_listed_under_a_prefix(tmp_path):
     checkpoint_folder.save(tmp_path / "folder", {"a/x": torch.ones(2), "b/x": torch.zeros(2)}, {}, ALONE)
     of_b = checkpoint_folder.load(tmp_path / "folder")[1].under("b/")
     assert list(of_b) == ["x"] and same_bits(read(of_b, "x"), torch.zeros(2))
 
 
-# --- whole or not at all ---------------------------------------------------------------------------------------------
+# --- complete or absent ----------------------------------------------------------------------------------------------
 
 
 class FullDisk:
-    """A file of which only the first bytes can be written."""
+    """A file that cannot be written: the disk is full."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -112,7 +113,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("at", ["_written", "_entry"])
-def test_failed_save_keeps_the_previous_checkpoint_folder_only(tmp_path, monkeypatch, at):
+def test_failed_save_leaves_only_the_previous_checkpoint_folder(tmp_path, monkeypatch, at):
     path = tmp_path / "step-00000001.ckpt"
     checkpoint_folder.save(path, {"x": torch.ones(3)}, {}, ALONE)
     monkeypatch.setattr(checkpoint_folder, at, lambda *_: FullDisk(None).write(b""))
@@ -144,7 +145,7 @@ def test_checkpoint_folder_replaces_an_existing_file_or_folder(tmp_path, there):
         (None, None),
     ],
 )
-def test_failure_of_one_process_fails_the_save_on_all(failure, heard):
+def test_error_of_one_process_is_raised_on_all_processes_of_a_save(failure, heard):
     said = []
 
     def tells():
@@ -172,7 +173,8 @@ def test_failure_of_one_process_fails_the_save_on_all(failure, heard):
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_flipped_bit_in_a_checkpoint_folder_is_detected(tmp_path, monkeypatch, compares):
-    """One in every eleventh byte of each file. Not to compare the digests is the deliberately wrong variant."""
+    """Flips one bit in every eleventh byte of each file. Wrong on purpose (compares=False): digests are not
+    compared."""
     whole, path = tensors(), tmp_path / "step-00000001.ckpt"
     saved_by(2, path, whole, {"steps": 7})
     if not compares:
@@ -193,7 +195,7 @@ def is_what_was_written(path, whole):
     try:
         content, stored = checkpoint_folder.load(path)
         return content == {"steps": 7} and all(same_bits(read(stored, name), one) for name, one in whole.items())
-    except Exception:  # what cannot be loaded does no harm either
+    except Exception:  # a checkpoint that cannot be loaded is also harmless
         return True
 
 
@@ -231,7 +233,7 @@ COUNT, EACH = 10, 2_000_000  # 8 MB each
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
 def test_saving_a_checkpoint_folder_copies_one_tensor_at_a_time(tmp_path, monkeypatch, wrong):
-    """Each must be copied, as from a card; wrong: the copies are kept, as torch's own writer does."""
+    """Every tensor has to be copied, as from a card. Wrong on purpose: all copies are kept, as torch's writer does."""
     whole, written, kept = {str(i): torch.ones(4, EACH // 4).t() for i in range(COUNT)}, checkpoint_folder._written, []
 
     def keeping(tensor, name, stream):
@@ -247,7 +249,7 @@ def test_saving_a_checkpoint_folder_copies_one_tensor_at_a_time(tmp_path, monkey
 
 @linux
 def test_reading_one_shard_keeps_only_that_shard_in_memory(tmp_path):
-    """A quarter of the rows, of files that hold all of them."""
+    """Reads a quarter of the rows from files that contain all rows."""
     saved_by(1, tmp_path / "folder", {str(i): torch.full((4, EACH // 4), float(i)) for i in range(COUNT)})
     _, stored = checkpoint_folder.load(tmp_path / "folder")
     before, most = resident("RssFile"), 0

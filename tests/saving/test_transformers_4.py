@@ -1,8 +1,8 @@
-"""Opens exported folders with transformers 4.57, and an adapter with peft 0.19: the same logits and the same tokens as
-here.
+"""Tests that transformers 4.57 and peft 0.19 open exported folders and compute the logits and tokens of this
+environment.
 
-It runs in an environment of its own, with the torch of this one: OLD_TRANSFORMERS=<its python>, or else one is made
-here, which takes a network.
+They run in a separate environment, with the torch of this environment: set OLD_TRANSFORMERS to its Python, or the test
+creates the environment, which needs a network.
 """
 
 import json
@@ -24,7 +24,8 @@ from opened_by_transformers_4 import TEXT
 from real_model import fitted, folder_or_skip
 
 PACKAGES = ("transformers==4.57.6", "tokenizers>=0.22,<=0.23.0", "huggingface_hub>=0.34,<1", "peft==0.19.0")
-# of the largest logit, in fp32: another order of some sums in two blocks; a lost key of the configuration gives 0.01
+# relative to the largest logit, in fp32: another order of sums in two blocks. A missing key of the configuration gives
+# 0.01.
 ROUNDINGS = 64 * torch.finfo(torch.float32).eps
 WIDTHS = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 WIDTHS |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
@@ -34,7 +35,7 @@ LONG |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 BY_KIND = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}}
 BY_KIND |= {"sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
 DEFAULT = {"rope_type": "default", "rope_theta": 5e3}
-MODELS = {  # numbers that differ from every architecture's default, so that a key that is not read shows
+MODELS = {  # values that differ from the defaults, so that an ignored key changes the logits
     "llama": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}},
     "qwen2": {"rope_parameters": DEFAULT, "tie_word_embeddings": True},
     "qwen3": {"rope_parameters": DEFAULT | {"rope_type": "linear", "factor": 4.0}, "head_dim": 32},
@@ -65,7 +66,7 @@ pytestmark = [pytest.mark.process, pytest.mark.matrix]
 
 @pytest.fixture(scope="module")
 def old_python(tmp_path_factory):
-    """The Python of an environment with transformers 4, and with torch from here."""
+    """Returns the Python of an environment with transformers 4 and the torch of this environment."""
     return python_with(tmp_path_factory.mktemp("transformers-4"), *PACKAGES, variable="OLD_TRANSFORMERS")
 
 
@@ -96,7 +97,7 @@ def network(model_type):
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **WIDTHS | MODELS[model_type])).eval()
     with torch.no_grad():
-        for p in made.parameters():  # wide enough that positions matter
+        for p in made.parameters():  # large enough that positions change the logits
             p.copy_(4 * p if p.ndim > 1 else p + 0.1)
     return made
 
@@ -121,7 +122,10 @@ def test_transformers_4_computes_equal_logits_and_tokens_from_exported_folders(t
 def opened(python, *folders):
     """Returns the logits of each folder's `ids.pt` and the tokens of TEXT, as transformers 4 computes them."""
     script, threads = Path(opened_by_transformers_4.__file__), str(torch.get_num_threads())
-    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": threads}  # sums in the order of this process
+    environment = os.environ | {
+        "PYTHONPATH": "",
+        "OMP_NUM_THREADS": threads,
+    }  # the same number of threads gives the same order of sums
     done = subprocess.run([python, script, *folders], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return {folder: torch.load(folder / "theirs.pt") for folder in folders}
@@ -140,7 +144,7 @@ kept = {}
 
 
 def keeps_logits(model, tokenizer):
-    """The metric of a run, which sees the model that is exported."""
+    """A metric function of a run. It stores the logits of the model that the run exports."""
     ids = tokenizer(CHAT, return_tensors="pt")["input_ids"]
     kept.update(ids=ids, logits=model(input_ids=ids).logits.clone(), tokens=tokenizer(TEXT).input_ids)
     return {}
@@ -163,16 +167,16 @@ def test_transformers_4_computes_equal_logits_of_a_trained_model_and_its_adapter
     theirs = opened(old_python, *folders)
     assert all(one["tokens"] == kept["tokens"] for one in theirs.values())
     assert torch.equal(theirs[full]["logits"], logits)
-    assert torch.equal(theirs[adapter]["logits"], with_adapter)  # above its base, which is `full`
+    assert torch.equal(theirs[adapter]["logits"], with_adapter)  # the adapter on its base, which is `full`
     assert torch.equal(theirs[bf16]["logits"], logits_in_bf16) and logits_in_bf16.dtype == torch.bfloat16
     assert distance(theirs[merged]["logits"], with_adapter) < ROUNDINGS
-    # the wrong variants: the base without its adapter, and a configuration without the older spelling of a key
+    # wrong on purpose: the base without its adapter, and a configuration without the transformers 4 spelling of a key
     for folder, ours in ((full, with_adapter), (wrong, logits)):
         assert distance(theirs[folder]["logits"], ours) > 1000 * ROUNDINGS
 
 
 def without_older_keys(folder, place):
-    """Makes a folder as transformers 5 writes it, in which transformers 4 finds no base of the rotary positions."""
+    """Makes a folder as transformers 5 writes it, in which transformers 4 does not find rope_theta."""
     place.mkdir()
     for file in folder.iterdir():
         if file.name != "config.json":

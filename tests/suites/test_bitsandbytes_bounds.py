@@ -1,9 +1,9 @@
-"""8-bit states of optimizers, within the bounds that bitsandbytes sets for its own.
+"""Tests 8-bit optimizers with the bounds that bitsandbytes sets for its own optimizers.
 
 The numbers come from `test_optimizer8bit` in tests/test_optim.py of github.com/bitsandbytes-foundation/bitsandbytes.
-In each of 50 steps an optimizer and its rule in fp32 start from the same weights and from the same decoded state. So
-these bounds find a wrong update, a wrong first moment and a wrong rounding of weights. They do not find a wrong second
-moment, which is below STATE's `atol` for such gradients: tests/techniques/optim bounds the errors that add up.
+In each of 50 steps an optimizer and its fp32 formula start from equal weights and from equal decoded states. So these
+bounds find a wrong update, a wrong first moment and a wrong rounding of weights, but not a wrong second moment, because
+second moments of these gradients are below STATE's `atol`. tests/techniques/optim bounds errors that accumulate.
 """
 
 from typing import NamedTuple
@@ -24,9 +24,9 @@ OPTIMIZERS = ("adam8bit", "paged_adamw8bit", "adamw8bit", "lion8bit")
 
 
 class Bounds(NamedTuple):
-    error: float  # mean over the weights of the distance from the rule's
-    relative: float  # mean of that distance as a part of the weight
-    atol: float  # of every weight
+    error: float  # mean absolute error of the weights
+    relative: float  # mean relative error of the weights
+    atol: float  # for every weight
     rtol: float
 
 
@@ -36,8 +36,8 @@ BOUNDS = {
     torch.bfloat16: Bounds(1.7e-4, 1.6e-3, 1e-4, 1e-2),
 }
 STATE = {"atol": 3e-3, "rtol": 1e-3}
-STATES_OFF = 20  # fewer elements of a state may be further off
-FLIPPED = 15  # weights of Lion may be further off: the sign of a number near zero
+STATES_OFF = 20  # fewer elements of a state may exceed STATE's tolerances
+FLIPPED = 15  # weights of Lion may exceed the tolerances, because the sign of a number near zero may flip
 
 
 def adam(p, g, state, step):
@@ -63,7 +63,7 @@ def decoded(state):
 
 
 class Deviations(NamedTuple):
-    """The largest of all steps."""
+    """The largest deviations of all steps."""
 
     error: float
     relative: float
@@ -73,14 +73,14 @@ class Deviations(NamedTuple):
 
 @pytest.fixture
 def deviations(config):
-    """(optim, dtype) -> Deviations."""
+    """Returns a function: (optim, dtype) -> Deviations."""
 
     def measure(optim, dtype=torch.float32):
         arguments = ("lr=1e-4", "betas=[0.9,0.99]") if optim == "lion8bit" else ("lr=1e-3", "betas=[0.9,0.999]")
         make = optimizer(config(f"optim={optim}", "optim.weight_decay=0", *(f"optim.{one}" for one in arguments)))
         model = nn.Linear(*reversed(SHAPE), bias=False, dtype=dtype)
         nn.init.normal_(model.weight, std=WEIGHTS)
-        on_host = optim == "adamw8bit"  # reads gradients and writes weights in 16 bits, and steps fp32
+        on_host = optim == "adamw8bit"  # reads 16-bit gradients, updates fp32 masters and writes 16-bit weights
         narrow = model.weight.detach().clone()
         model = model.float() if on_host else model
         ours, p = make(model), model.weight
@@ -116,7 +116,7 @@ def beyond(found, optim, dtype=torch.float32):
 @pytest.mark.parametrize("way", ["one pass", "torch operators"])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_8_bit_state_is_within_the_bounds_of_bitsandbytes(deviations, request, optim, dtype, way):
+def test_8_bit_optimizers_stay_within_the_bounds_of_bitsandbytes_tests(deviations, request, optim, dtype, way):
     if way == "torch operators":
         request.getfixturevalue("without_compiler")
     found = deviations(optim, dtype)
@@ -125,7 +125,7 @@ def test_8_bit_state_is_within_the_bounds_of_bitsandbytes(deviations, request, o
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "adamw8bit"])
-def test_a_step_without_bias_correction_is_caught(deviations, monkeypatch, optim):
+def test_8_bit_step_without_bias_correction_exceeds_the_bounds_of_bitsandbytes_tests(deviations, monkeypatch, optim):
     for module in (adamw8bit, bitsandbytes_cpu):
         monkeypatch.setattr(module, "_rule", lambda *of, rule=module._rule: rule(*of[:-1], 10**6))
     assert {"error", "relative", "weights_off"} <= beyond(deviations(optim), optim)
@@ -133,7 +133,9 @@ def test_a_step_without_bias_correction_is_caught(deviations, monkeypatch, optim
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "lion8bit"])
-def test_a_first_moment_that_is_stored_too_large_is_caught(deviations, monkeypatch, without_compiler, optim):
+def test_8_bit_first_moment_stored_too_large_exceeds_the_bounds_of_bitsandbytes_tests(
+    deviations, monkeypatch, without_compiler, optim
+):
     write = bitsandbytes_cpu._write
     monkeypatch.setattr(bitsandbytes_cpu, "_write", lambda values, *of: write(values * 1.5, *of))
     assert "states_off" in beyond(deviations(optim), optim)

@@ -1,4 +1,5 @@
-"""Lightning's BoringModel with each precision: trained as Lightning trains it, or refused before the first step."""
+"""Tests Lightning's BoringModel with each precision: it ends near the weights that Lightning trains, or the model is
+refused before the first step."""
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ pytestmark = [
 STEPS = 3
 PRECISIONS = list(techniques("precision"))
 OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-# The distance of the weights' movement from that of fp32, as a part of it. A number in fp16 is off by 2^-11 of itself,
-# one in bf16 by 2^-8 (stochastic rounding: 2^-7): outputs and gradients of three steps are, and 16-bit weights, too.
+# Relative error of the change of the weights, compared with fp32. Outputs and gradients of three steps are rounded, and
+# so are 16-bit weights; the relative rounding error is 2^-11 in fp16 and 2^-8 in bf16 (2^-7 with stochastic rounding).
 BOUNDS = {"32": 0, "tf32": 0, "16": 2**-9, "bf16": 2**-6, "16-true": 2**-8, "bf16-true": 2**-5, "bf16-sr": 2**-5}
-COMPUTES_IN = {"16": torch.float16, "bf16": torch.bfloat16}  # others: in the dtype in which the weights were loaded
+COMPUTES_IN = {"16": torch.float16, "bf16": torch.bfloat16}  # other precisions: the dtype of the loaded weights
 
 
 class ByTheContract(ManualOptimBoringModel):
@@ -77,14 +78,14 @@ def off(plugin):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("precision", BOUNDS)
-def test_boring_model_with_our_optimizer_moves_as_in_lightning(plugin, precision):
+def test_boring_model_trained_with_each_precision_ends_near_the_weights_of_lightning(plugin, precision):
     assert off(plugin(precision)) <= BOUNDS[precision]
 
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("precision", ["16", "16-true"])
-def test_gradients_that_stay_scaled_are_caught(plugin, monkeypatch, precision):
-    """The deliberately wrong variant: the optimizer is not told the loss scale."""
+def test_boring_model_trained_with_gradients_that_stay_scaled_ends_far_from_lightning(plugin, monkeypatch, precision):
+    """Wrong on purpose: the optimizer does not get the loss scale."""
     finish = DeviceOptimizer.finish
     monkeypatch.setattr(DeviceOptimizer, "finish", lambda self, loss, scale: finish(self, loss))
     scaled = plugin(precision)
@@ -92,8 +93,9 @@ def test_gradients_that_stay_scaled_are_caught(plugin, monkeypatch, precision):
     assert off(scaled) > 1
 
 
-def test_precisions_are_trained_or_step_on_the_host():
-    """A new precision gets a bound, unless its masters need CausalLM."""
+def test_every_precision_without_masters_has_a_bound_for_boring_model():
+    """A new precision needs a bound. Precisions with masters need CausalLM, so BoringModel cannot be trained with
+    them."""
     assert set(PRECISIONS) - set(BOUNDS) == {"16-master", "bf16-master"}
 
 
@@ -109,8 +111,8 @@ def test_boring_model_with_a_plain_optimizer_is_refused_before_the_first_step(pl
 
 
 @pytest.mark.wrong
-def test_a_plain_optimizer_that_is_not_refused_steps_scaled_gradients(plugin, monkeypatch):
-    """The deliberately wrong variant: Lightning's own `connect`."""
+def test_plain_optimizer_that_is_not_refused_steps_with_scaled_gradients(plugin, monkeypatch):
+    """Wrong on purpose: Lightning's `connect` does not refuse the optimizer."""
     monkeypatch.setattr(BasePrecision, "connect", Precision.connect)
     assert trained(ManualOptimBoringModel, plugin("16"))[0].norm() > 100
 
@@ -142,8 +144,8 @@ def test_boring_model_is_evaluated_in_the_dtype_of_the_precision(plugin, precisi
 
 
 @pytest.mark.wrong
-def test_an_evaluation_without_autocast_is_caught(plugin, monkeypatch):
-    """The deliberately wrong variant: the context of an evaluation is Lightning's empty one."""
+def test_bf16_evaluation_without_autocast_computes_in_fp32(plugin, monkeypatch):
+    """Wrong on purpose: the forward context of the evaluation is Lightning's empty context."""
     bf16 = plugin("bf16")
     monkeypatch.setattr(type(bf16), "forward_context", BasePrecision.forward_context)
     assert evaluated(bf16)[0] == {torch.float32}

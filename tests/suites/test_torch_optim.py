@@ -1,4 +1,5 @@
-"""torch's own inputs of optimizers (`optim_db`) with every optimizer of conf/optim, on the device and from masters."""
+"""Tests every optimizer of conf/optim with the optimizer inputs of torch's own tests (`optim_db`), on the device and
+with masters in host memory."""
 
 import copy
 import inspect
@@ -25,7 +26,7 @@ from typed import typed_run
 
 pytestmark = pytest.mark.matrix
 OPTIMIZERS = list(techniques("optim"))
-# torch's optimizers with the same arguments; AdamW for all that are not here
+# torch's optimizers whose inputs are used; AdamW for all other optimizers
 TORCHS = {"adafactor": ("Adafactor",), "muon": ("Muon", "AdamW"), "sgd": ("SGD",)}
 RENAMED = {"adafactor": {"beta2_decay": "decay_rate", "d": "clip_threshold"}}
 WRITTEN_HERE = ("adamw8bit", "muon")  # classes that check their arguments themselves
@@ -34,9 +35,9 @@ WAYS = ("device", "masters")
 
 @pytest.fixture(scope="module")
 def database():
-    """torch's optimizers by name, with their inputs."""
+    """Returns the test inputs of torch's optimizers, by the name of the optimizer."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
-        if find_spec("expecttest") is None:  # torch's file of all tests imports it, and `optim_db` does not need it
+        if find_spec("expecttest") is None:  # torch's test module imports it, but `optim_db` does not need it
             stand_in = ModuleType("expecttest")
             stand_in.TestCase = unittest.TestCase
             patch.setitem(sys.modules, "expecttest", stand_in)
@@ -49,7 +50,7 @@ def database():
 @pytest.fixture
 def made(config, database, monkeypatch):
     """Offers the classes of conf/optim with torch's inputs."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao's step, which takes seconds
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # compiling torchao's step takes seconds
     return Made(config, database)
 
 
@@ -64,7 +65,7 @@ class Made:
         """Returns torch's arguments under our names, or None if the class lacks one."""
         ours = {RENAMED.get(optim, {}).get(key, key): value for key, value in arguments.items()}
         offered = inspect.signature(self.maker(optim).make.func).parameters.keys()
-        if optim != "adamw":  # the classes of bitsandbytes and torchao name it and refuse it
+        if optim != "adamw":  # the classes of bitsandbytes and torchao have this argument but refuse it
             offered -= {"amsgrad"}
         return ours if ours.keys() <= offered else None
 
@@ -88,7 +89,7 @@ class Made:
 
 
 class Odd(nn.Module):
-    """Large enough for 8 bits; a bias, a number without dimensions, and nothing at all."""
+    """A model with weights large enough for 8-bit state, a bias, a scalar without dimensions and an empty parameter."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +151,7 @@ def differing(make, way, copied):
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_an_optimizer_continues_with_the_same_bits_from_its_state_dict(made, tmp_path, optim, way, copied):
+def test_optimizer_continues_bit_by_bit_from_its_state_dict(made, tmp_path, optim, way, copied):
     if optim == "adamw4bit" and copied == "deepcopy":
         pytest.skip("torchao 0.18 cannot clone 4-bit state")
     found = {desc: differing(make, way, lambda s: COPIES[copied](s, tmp_path)) for desc, make in made.inputs(optim)}
@@ -159,8 +160,8 @@ def test_an_optimizer_continues_with_the_same_bits_from_its_state_dict(made, tmp
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optim", [optim for optim in OPTIMIZERS if optim != "sgd"])  # it has no state
-def test_a_state_dict_that_is_not_restored_is_caught(made, optim, way):
+@pytest.mark.parametrize("optim", [optim for optim in OPTIMIZERS if optim != "sgd"])  # SGD has no state
+def test_optimizer_without_its_restored_state_gives_different_weights(made, optim, way):
     def without_state(state):
         return state | {"state": {}}
 
@@ -168,8 +169,8 @@ def test_a_state_dict_that_is_not_restored_is_caught(made, optim, way):
 
 
 @pytest.mark.wrong
-def test_a_restored_state_in_the_memory_of_the_saved_one_is_caught(made, monkeypatch):
-    """The deliberately wrong variant: `Tensor.to` of torchao's 4-bit state does not copy."""
+def test_restored_4_bit_state_in_the_memory_of_the_saved_state_gives_different_weights(made, monkeypatch):
+    """Wrong on purpose: `Tensor.to` of torchao's 4-bit state does not copy, so both optimizers change one state."""
     monkeypatch.setattr(build, "_copied", lambda value, device: value.to(device, copy=True))
     assert differing(made.maker("adamw4bit"), "device", lambda state: state)
 
@@ -190,7 +191,7 @@ COPIED = [
 
 
 @pytest.mark.parametrize("optim", COPIED)
-def test_a_deepcopy_of_an_optimizer_continues_with_the_same_bits(made, optim):
+def test_deepcopy_of_an_optimizer_continues_bit_by_bit(made, optim):
     def step(model, stepped, seeds):
         for seed in seeds:
             draw = torch.Generator().manual_seed(seed)
@@ -211,7 +212,7 @@ def test_a_deepcopy_of_an_optimizer_continues_with_the_same_bits(made, optim):
 
 
 def moved(make, way, prepare):
-    """Returns the names of weights that a step has moved. Args: prepare: called before it, with the training."""
+    """Returns the names of weights that a step changes. Args: prepare: called with the training before this step."""
     training = Training(make, way).step(range(2))
     before = training.weights()
     prepare(training)
@@ -220,20 +221,20 @@ def moved(make, way, prepare):
 
 def stop_vectors(training):
     for group in training.optimizer.param_groups:
-        group["lr"] = group["lr"] * (group["role"] != "vector")  # torchao: a tensor
+        group["lr"] = group["lr"] * (group["role"] != "vector")  # in torchao lr is a tensor
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_each_group_of_parameters_steps_with_its_own_lr(made, optim, way):
+def test_each_parameter_group_of_an_optimizer_steps_with_its_own_lr(made, optim, way):
     for desc, make in made.inputs(optim):
         assert moved(make, way, stop_vectors) == {"tokens.weight", "linear.weight"}, desc
     every = {"tokens.weight", "linear.weight", "linear.bias", "scalar"}
-    assert moved(made.maker(optim), way, lambda training: None) == every  # else nothing was shown
+    assert moved(made.maker(optim), way, lambda training: None) == every  # without changes to lr all weights move
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_a_step_without_gradients_changes_nothing(made, optim):
+def test_optimizer_step_without_gradients_changes_no_weights(made, optim):
     for desc, make in made.inputs(optim):
         training = Training(make, "device").step(range(2))
         before = training.weights()
@@ -242,11 +243,11 @@ def test_a_step_without_gradients_changes_nothing(made, optim):
         assert all(map(torch.equal, training.weights().values(), before.values())), desc
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refused arguments -----------------------------------------------------------------------------------------------
 
 
 def typed_words(optim, arguments, own):
-    """Returns the words with which a user types these arguments; None: they are tensors."""
+    """Returns the overrides for these arguments, or None if there are none or if they contain tensors."""
     if not arguments or "tensor(" in str(arguments):
         return None
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
@@ -258,7 +259,7 @@ NEGATIVE = [{key: -1.0} for key in ("lr", "eps", "weight_decay", "momentum")]
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_arguments_that_torch_refuses_are_refused_when_typed(made, small, optim):
+def test_optimizer_arguments_that_torch_refuses_are_refused_when_typed(made, small, optim):
     run = made.config(f"optim={optim}")
     wrong = [named for _, _, named in made.errors(optim)] + [n for n in NEGATIVE if made.named(optim, n)]
     typed = [words for one in wrong if (words := typed_words(optim, one, run.optim.plain())) is not None]
@@ -269,7 +270,7 @@ def test_arguments_that_torch_refuses_are_refused_when_typed(made, small, optim)
 
 
 def accepted(made, optim):
-    """Returns descriptions of torch's wrong inputs with which a class makes an optimizer nevertheless."""
+    """Returns the descriptions of torch's invalid inputs that an optimizer class accepts."""
     cls = made.maker(optim).make.func
     found = set()
     inputs = [*made.errors(optim), *((str(one), None, one) for one in NEGATIVE if made.named(optim, one))]
@@ -280,16 +281,16 @@ def accepted(made, optim):
                 found.add(desc)
             except (ValueError, TypeError, UserWarning):
                 pass
-    return found - {"only support 2D parameters"}  # torch's Muon; ours steps vectors with AdamW
+    return found - {"only support 2D parameters"}  # torch's Muon refuses vectors; ours updates them with AdamW
 
 
 @pytest.mark.parametrize("optim", WRITTEN_HERE)
-def test_a_class_written_here_refuses_what_torch_refuses(made, optim):
+def test_own_optimizer_classes_refuse_all_arguments_that_torch_refuses(made, optim):
     assert accepted(made, optim) == set()
 
 
 @pytest.mark.wrong
-def test_a_class_that_checks_nothing_is_caught(made, monkeypatch):
-    """The deliberately wrong variant: the 8-bit AdamW as it was."""
+def test_optimizer_class_without_argument_checks_accepts_invalid_arguments(made, monkeypatch):
+    """Wrong on purpose: the constructor of torch's AdamW, which checks the arguments, is replaced."""
     monkeypatch.setattr(adamw8bit.torch.optim, "AdamW", lambda *_: None)
     assert {"weight_decay should > 0", "beta1 should be between 0 and 1"} <= accepted(made, "adamw8bit")

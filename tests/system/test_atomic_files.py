@@ -1,4 +1,5 @@
-"""Files of a cache: several processes may write one at once, and a failed write leaves nothing behind."""
+"""Tests writes of cache entries: several processes may write one entry at the same time, and a failed write leaves no
+temporary file."""
 
 import pytest
 
@@ -6,7 +7,7 @@ from lowmem.system.atomic_files import atomic_cache_write
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_cache_entry_of_two_writers_is_complete_and_no_draft_is_left(tmp_path, folder):
+def test_cache_entry_of_two_writers_is_complete_and_no_temporary_file_is_left(tmp_path, folder):
     place = tmp_path / "entry"
 
     def fill(draft, text):
@@ -20,11 +21,13 @@ def test_cache_entry_of_two_writers_is_complete_and_no_draft_is_left(tmp_path, f
         fill(second, "second")
         assert not place.exists()
     file = place / "file" if folder else place
-    assert file.read_text() == ("second" if folder else "first")  # the inner `with` ends first; a file is replaced
+    assert file.read_text() == (
+        "second" if folder else "first"
+    )  # the inner `with` ends first; a file is replaced, a folder is kept
     assert [*tmp_path.iterdir()] == [place]
 
 
-def test_failed_write_of_a_cache_entry_keeps_the_old_one_and_deletes_the_draft(tmp_path):
+def test_failed_write_of_a_cache_entry_keeps_the_old_entry_and_no_temporary_file(tmp_path):
     place = tmp_path / "entry"
     place.write_text("old")
     with pytest.raises(KeyboardInterrupt), atomic_cache_write(place) as draft:

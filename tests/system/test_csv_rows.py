@@ -1,4 +1,5 @@
-"""The files of a resumed run keep the rows of earlier steps, whenever the process is killed."""
+"""Tests that the files of a resumed run keep the rows of earlier steps, even if the process is killed while it rewrites
+them."""
 
 import csv
 import math
@@ -29,7 +30,7 @@ def read(file):
 
 
 @pytest.mark.parametrize(("columns", "until"), [(["step", "loss"], 3), (["step", "loss", "new"], math.inf)])
-def test_process_killed_while_rewriting_csv_rows_loses_none(written, monkeypatch, columns, until):
+def test_process_killed_while_rewriting_a_csv_file_loses_no_rows(written, monkeypatch, columns, until):
     def killed(*_):
         raise Killed
 
@@ -39,8 +40,8 @@ def test_process_killed_while_rewriting_csv_rows_loses_none(written, monkeypatch
     assert read(written) == ROWS
 
 
-def test_reopened_csv_keeps_earlier_rows_and_drops_later_and_incomplete_ones(written):
-    written.write_text(written.read_text() + "3,1.")  # cut short, although each column has a value
+def test_csv_file_of_a_resumed_run_keeps_earlier_rows_and_drops_later_and_incomplete_ones(written):
+    written.write_text(written.read_text() + "3,1.")  # truncated, although each column has a value
     out, writer, last = csv_rows.open_csv(written, ["step", "new"], 3)
     with out:
         writer.writerow({"step": 4, "new": 7})

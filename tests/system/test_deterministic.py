@@ -1,4 +1,5 @@
-"""Tests that deterministic=true holds for a run, ends with it, and refuses what it cannot do in a sentence."""
+"""Tests deterministic=true: it is active during a run only, and operators without a deterministic algorithm are
+refused."""
 
 import pytest
 import torch
@@ -33,14 +34,14 @@ def test_operator_without_a_deterministic_algorithm_is_refused(fit, monkeypatch)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_unrelated_errors_pass_through_deterministic_unchanged():
+def test_unrelated_errors_under_deterministic_algorithms_are_raised_unchanged():
     with pytest.raises(RuntimeError, match="out of luck"), deterministic(True):
         raise RuntimeError("out of luck")
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.gpu
-def test_on_a_card_deterministic_attention_repeats_its_gradient_bits():
+def test_deterministic_attention_on_a_card_repeats_its_gradients_bit_by_bit():
     q, k, v = (torch.randn(4, 8, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     def gradients():

@@ -1,4 +1,5 @@
-"""Text files are UTF-8 in every locale, and text that a terminal cannot show is escaped."""
+"""Tests that text files are read and written with a named encoding, and that text is escaped if a terminal cannot show
+it."""
 
 import ast
 import io
@@ -11,7 +12,7 @@ from lowmem.command import cli
 
 
 def in_the_locales_encoding(code: str) -> list[int]:
-    """The lines that open, read or write a file as text and name no encoding."""
+    """Returns the lines that open, read or write a text file without naming an encoding."""
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     return [call.lineno for call in calls if _is_of_text(call) and "encoding" not in {k.arg for k in call.keywords}]
 
@@ -24,7 +25,7 @@ def _is_of_text(call: ast.Call) -> bool:
     return name != "os.open" and name.split(".")[-1] == "open" and "b" not in "".join(map(ast.unparse, mode))
 
 
-def test_every_text_file_is_opened_with_an_encoding():
+def test_source_code_opens_every_text_file_with_an_encoding():
     files = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("*.py")]
     found = {str(file): in_the_locales_encoding(file.read_text(encoding="utf-8")) for file in files}
     assert {file: lines for file, lines in found.items() if lines} == {}
@@ -40,13 +41,13 @@ def test_every_text_file_is_opened_with_an_encoding():
         ("a.open()", "a.open('rb')"),
     ],
 )
-def test_open_without_an_encoding_is_found(call, binary):
+def test_check_of_encodings_finds_calls_that_open_a_text_file_without_one(call, binary):
     assert in_the_locales_encoding(call) == [1]
     assert in_the_locales_encoding(f"{call[:-1]}, encoding='utf-8')".replace("(,", "(")) == []
     assert binary is None or in_the_locales_encoding(binary) == []
 
 
-def test_unprintable_characters_are_escaped_on_the_terminal(monkeypatch):
+def test_characters_that_the_terminal_cannot_show_are_printed_as_escapes(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(sys, "stdout", shown)

@@ -1,4 +1,4 @@
-"""A home folder that cannot be written costs no run: libraries get a temporary folder for their own files."""
+"""Tests runs without a writable home folder: libraries get a temporary folder for their files."""
 
 import os
 import sys
@@ -12,24 +12,25 @@ from lowmem.system import home
 
 @pytest.fixture(params=["read-only", "missing", "unknown"])
 def no_home(request, monkeypatch, tmp_path):
-    """Nobody's home folder. An administrator may write everywhere, so `os.access` answers as it does to other users."""
+    """Returns the path of a home folder that cannot be written. `os.access` is replaced, because root may write
+    everywhere."""
     path = {"read-only": tmp_path, "missing": tmp_path / "missing", "unknown": "~"}[request.param]
     monkeypatch.setattr(os.path, "expanduser", lambda _: str(path))
     monkeypatch.setattr(os, "access", lambda *_: False)
     for name in (*home.FOLDERS, "HF_HOME"):
-        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.setenv(name, "")  # makes monkeypatch restore the variable afterwards
         monkeypatch.delenv(name)
     return path
 
 
-def test_read_only_home_gives_libraries_a_temporary_folder_and_keeps_hf_home(no_home, monkeypatch):
+def test_unwritable_home_gives_libraries_a_temporary_folder_and_keeps_hf_home(no_home, monkeypatch):
     monkeypatch.setenv("MPLCONFIGDIR", "/mine")
     home.replace_if_read_only()
     folder = Path(os.environ["WANDB_DATA_DIR"])
     assert folder.is_dir() and os.environ["XDG_CACHE_HOME"] == str(folder)
     assert os.environ["MPLCONFIGDIR"] == "/mine"
     assert os.environ["HF_HOME"] == f"{no_home}/.cache/huggingface"
-    home.replace_if_read_only()  # as a process does that this one has started
+    home.replace_if_read_only()  # as in a child process
     assert os.environ["WANDB_DATA_DIR"] == str(folder)
 
 

@@ -1,4 +1,4 @@
-"""Random states are captured and restored without touching what is drawn next."""
+"""Tests that random states are captured and restored without changing the next random numbers."""
 
 import pytest
 import torch

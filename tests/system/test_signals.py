@@ -1,7 +1,8 @@
-"""SIGTERM, SIGINT and SIGHUP in every phase of a run, once and twice: the exit code, what is left, how it goes on.
+"""Tests SIGTERM, SIGINT and SIGHUP in every phase of a run, once and twice: the exit code, the remaining files, and the
+resumed run.
 
-But for the seam every run is a process, and every signal is a real one. Checked against the run that nobody disturbed:
-what goes on after a signal ends with its weights, bit for bit.
+Most tests start a process and send a real signal. A run that is resumed after a signal must end with the weights of an
+undisturbed run, bit by bit.
 """
 
 import json
@@ -22,17 +23,17 @@ from lowmem.saving.checkpoint import complete
 from lowmem.system import signals
 from lowmem.training.module import CausalLM
 
-# 4 steps, an evaluation of 16 micro-batches after 2 of them, a save after each second one.
+# 4 steps, with an evaluation of 16 micro-batches and a checkpoint after every second step.
 RUN = ("val_every=2", "save_every=2", "val_sequences=64", "sample_tokens=64", "seq_len=16")
 KEEPS = ("step", "evaluation", "save", "sampling")  # phases that end with a checkpoint and the summary
-# That it works at most after a signal: of its processor, as on a busy machine the clock tells of others.
+# Maximum CPU time after a signal. Wall-clock time would include other programs of a busy machine.
 SECONDS = {"load": 2.0, "step": 4.0, "evaluation": 2.0, "save": 4.0, "sampling": 4.0, "export": 2.0}
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 
 
 @pytest.fixture
 def start(processes, small, tmp_path):
-    """(phase, arguments) -> the process, once it has reached that phase."""
+    """Yields a function that starts a run: (phase, arguments) -> the process, once it has reached the phase."""
     started = []
 
     def run(phase, *arguments, deaf=False):
@@ -65,7 +66,7 @@ def until(what, process, seconds=120):
 
 
 def tell(process, *names, apart=0.4) -> float:
-    """Seconds from the last signal to the end, of a processor; by the clock it must be less than what is not cut."""
+    """Sends signals. Returns the seconds of CPU time from the last signal to the end of the process."""
     for number, name in enumerate(names):
         time.sleep(apart * (number > 0))
         os.kill(process.pid, signal.Signals[name])
@@ -95,17 +96,17 @@ def drafts(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict:
-    """The weights of the run that nobody disturbed, once there are some."""
+    """Returns a dict that the first test fills with the weights of an undisturbed run."""
     return {}
 
 
 def goes_on(start, run, folder, whole) -> None:
-    """From its last checkpoint to the weights of the run that nobody disturbed."""
+    """Resumes the run, and asserts that it ends with the weights of the undisturbed run."""
     if not whole:
         start(None, f"hydra.run.dir={folder}/whole")
         whole |= weights(folder / "whole")
     trained = complete(run / "checkpoints")[-1].name == "step-00000004.ckpt"
-    again = run if trained else folder / "again"  # where its evaluation or its export is missing, that alone is done
+    again = run if trained else folder / "again"  # a trained run only evaluates and exports
     start(None, f"resume={run}", f"hydra.run.dir={again}")
     summary = json.loads((again / "summary.json").read_text())
     assert (summary["steps"], summary["interrupted"]) == (4, False) and summary["val_loss"] is not None
@@ -115,7 +116,8 @@ def goes_on(start, run, folder, whole) -> None:
 
 
 def ends_well(start, whole, folder, phase, name, deaf=False):
-    """The table's row, printed (`pytest -s` shows it)."""
+    """Sends a signal in a phase, and checks exit code, files and the resumed run. Prints a line (see it with `pytest
+    -s`)."""
     cache, run = folder / "cache", folder / "run"
     lines = [f"hydra.run.dir={run}", *([f"cache_dir={cache}"] if phase == "load" else [])]
     process = start(phase, *lines, deaf=deaf)
@@ -167,7 +169,7 @@ def test_every_signal_in_every_phase_ends_a_run_without_losing_a_step(start, who
 @pytest.mark.process
 @pytest.mark.wrong
 @pytest.mark.parametrize("phase", [pytest.param("load", marks=pytest.mark.matrix), "step"])
-def test_missing_signal_handler_is_caught(start, whole, tmp_path, phase):
+def test_run_without_signal_handlers_fails_the_checks_of_signals(start, whole, tmp_path, phase):
     with pytest.raises(AssertionError):
         ends_well(start, whole, tmp_path, phase, "SIGTERM", deaf=True)
 
@@ -191,8 +193,8 @@ def test_second_signal_ends_the_run_at_once_and_is_recorded(start, tmp_path, pha
 
 
 @pytest.mark.process
-def test_duplicate_delivery_of_one_signal_counts_once(start, tmp_path):
-    """As `timeout` sends it, to the process and to its group."""
+def test_duplicate_delivery_of_one_signal_counts_as_one_signal(start, tmp_path):
+    """`timeout` sends a signal to the process and to its process group."""
     process = start("step", f"hydra.run.dir={tmp_path}/run")
     tell(process, "SIGTERM", "SIGTERM", apart=0.05)
     assert process.exitcode == 143 and json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"]
@@ -200,7 +202,7 @@ def test_duplicate_delivery_of_one_signal_counts_once(start, tmp_path):
 
 @pytest.mark.parametrize("name", CODES)
 def test_signal_inside_a_step_ends_the_run_after_the_step_with_a_checkpoint(command, tmp_path, monkeypatch, name):
-    """The seam, in this process."""
+    """In this process, without a second process."""
     step, steps = CausalLM.training_step, []
 
     def told_in_the_second(*args):
@@ -220,7 +222,7 @@ def test_signal_inside_a_step_ends_the_run_after_the_step_with_a_checkpoint(comm
 
 @pytest.mark.parametrize("signalled", [True, False])
 def test_compiler_killed_by_ctrl_c_ends_the_run_as_interrupted(command, tmp_path, monkeypatch, signalled):
-    """The terminal sends it to the compiler, too, which torch reports as an error of its own."""
+    """A terminal also sends Ctrl+C to the compiler, and torch raises a compile error."""
 
     def compiles(*_):
         if signalled:
@@ -250,8 +252,8 @@ def test_ignored_signals_stay_ignored():
     assert ended.value.code == 143 and signals.ending(RuntimeError()) is None
 
 
-def test_signal_wrapped_in_another_error_is_found():
-    """torch's writer makes a RuntimeError of it."""
+def test_signal_wrapped_in_another_error_is_recognized():
+    """torch's checkpoint writer raises a RuntimeError instead of the original error."""
     try:
         try:
             raise signals.Ended(signal.SIGTERM)
@@ -259,5 +261,5 @@ def test_signal_wrapped_in_another_error_is_found():
             raise RuntimeError("unexpected position")  # noqa: B904
     except RuntimeError as error:
         assert signals.ending(error).code == 143
-        error.__context__.__context__ = error  # a circle
+        error.__context__.__context__ = error  # a cycle of contexts
         assert signals.ending(ValueError()) is None

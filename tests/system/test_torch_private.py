@@ -1,5 +1,5 @@
-"""Tests what lowmem uses although its packages do not promise it: each test names what breaks when a new version
-changes it."""
+"""Tests the private names of other packages that lowmem uses. Each test names the feature that breaks if a new version
+changes them."""
 
 import ast
 import re
@@ -47,7 +47,7 @@ def test_dispatch_mode_sees_every_operator_including_backward():
     assert all(isinstance(func, torch_private.OpOverload) for func in seen.functions), message
 
 
-def test_all_unexpected_names_are_found_including_ignored_ones():
+def test_unexpected_names_of_weight_files_are_found_even_if_transformers_ignores_them():
     model = networks.network("gpt2")
     tensors = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     tensors |= {name: torch.empty(1, device="meta") for name in ("transformer.h.0.attn.bias", "mtp.fc.weight")}
@@ -234,7 +234,7 @@ def test_open_checkpoint_recomputes_code_run_between_its_start_and_end():
     assert repeated == [True] and torch.equal(x.grad, x.detach().exp()), message
 
 
-def test_operator_schema_tells_mutation_and_aliasing():
+def test_operator_schema_states_mutation_and_aliasing():
     aten, message = torch.ops.aten, breaks("gradient_checkpointing=selective and the times of plans")
     assert not torch_private.schema(aten.mul.Tensor).is_mutable and torch_private.schema(aten.mul_.Tensor).is_mutable, (
         message
@@ -244,7 +244,7 @@ def test_operator_schema_tells_mutation_and_aliasing():
     assert written == "self" and view.alias_info is not None and not view.alias_info.is_write, message
 
 
-def test_attention_on_a_cpu_is_a_known_operator():
+def test_attention_on_a_cpu_is_one_of_the_listed_attention_operators():
     q = torch.ones(1, 1, 4, 8, requires_grad=True)
     with Seen() as seen:
         F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
@@ -340,7 +340,7 @@ def test_replaced_kernels_are_restored():
     with (
         warnings.catch_warnings(action="ignore"),
         torch_private.replaced_kernels() as ours,
-    ):  # torch says it once a process
+    ):  # torch warns once per process
         ours.impl("neg", lambda t: t + 41.0, "CPU")
         within = torch.neg(x)
     message = breaks("precision=16 on a CPU without its products: the next job of a sweep would have ours")
@@ -362,7 +362,7 @@ def test_in_backward_is_true_only_during_a_backward_pass():
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_torch_reports_16_bit_units_of_the_cpu(name):
+def test_torch_reports_whether_the_cpu_has_16_bit_matmul_units(name):
     asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     message = breaks("16-bit precisions on this CPU: a product would take 10 to 100 times as long")
     assert asked is not None or not torch.backends.mkldnn.is_available(), message
@@ -381,7 +381,7 @@ def test_tensors_count_as_real_ends_the_tracing_mode_of_transformers():
     assert (before, within) == (True, False), breaks("plans: each would count a mask of (B, 1, T, T)")
 
 
-# --- nothing else does ------------------------------------------------------------------------------------------------
+# --- no other file uses private names ---------------------------------------------------------------------------------
 
 PUBLIC_ALL_THE_SAME = {
     "_version": "a tensor's count of changes in place: torch's notes on autograd",
@@ -399,7 +399,7 @@ def is_private(name):
 
 
 def own_names(trees):
-    """Whatever lowmem's own objects call by such a name: methods, and attributes that are set."""
+    """Returns the names of lowmem's own methods and of attributes that lowmem sets."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bodies = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
     methods = {part.name for part in bodies if isinstance(part, ast.FunctionDef)}
@@ -409,7 +409,7 @@ def own_names(trees):
 
 
 def private_of_others(tree, own):
-    """Names of other packages that begin with an underscore: read of an object, imported, or given as a string."""
+    """Yields private names of other packages: attributes, imports, and dotted names in strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
             yield node.attr
@@ -427,15 +427,15 @@ def found(files):
     return {(file.name, name) for file, tree in trees.items() for name in private_of_others(tree, own)}
 
 
-def test_no_other_file_uses_a_private_name_of_another_package():
+def test_only_two_source_files_use_private_names_of_other_packages():
     others = [file for file in SOURCE.rglob("*.py") if file not in INTERNALS]
     touched = found(others)
     assert {(file, name) for file, name in touched if name not in PUBLIC_ALL_THE_SAME} == set()
-    assert {name for _, name in touched} == PUBLIC_ALL_THE_SAME.keys()  # an exception that nobody needs is none
+    assert {name for _, name in touched} == PUBLIC_ALL_THE_SAME.keys()  # every exception is used
 
 
 @pytest.mark.wrong
-def test_every_use_of_a_private_name_is_found(tmp_path):
+def test_check_of_private_names_finds_every_kind_of_use(tmp_path):
     lines = (
         "import torch._dynamo",
         "from torch._ops import OpOverload",
@@ -480,8 +480,8 @@ def test_transformers_reports_the_attention_implementation_in_use():
     assert taken == ["sdpa", "eager"], breaks("data.packing=documents")
 
 
-def test_transformers_finds_document_starts_by_one_function():
-    """And takes tensors without memory for a single document, unless it is told otherwise."""
+def test_transformers_numbers_a_single_document_only_if_boundaries_count_as_real():
+    """Otherwise transformers returns None for a row with a single document, as it does for traced rows."""
     from transformers import masking_utils
 
     places = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])
@@ -494,6 +494,6 @@ def test_transformers_finds_document_starts_by_one_function():
         assert masking_utils.find_packed_sequence_indices(places[1:]) is not None, message
 
 
-def test_every_exported_private_part_is_used():
+def test_every_name_exported_by_torch_private_is_used_elsewhere():
     elsewhere = "".join(file.read_text() for file in SOURCE.rglob("*.py") if file not in INTERNALS)
     assert {name for name in torch_private.__all__ if not re.search(rf"\b{name}\b", elsewhere)} == set()

@@ -1,4 +1,4 @@
-"""Imports without Python's search for garbage, which goes on afterwards."""
+"""Tests that garbage collection is disabled during imports only."""
 
 import gc
 

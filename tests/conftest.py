@@ -1,4 +1,5 @@
-"""A corpus of a few files, a model of a few thousand parameters, and two ways to run: as a function and as typed."""
+"""Fixtures of all tests: a corpus of a few files, a model of a few thousand parameters, and two ways to start a run (as
+a function and as a command)."""
 
 import base64
 import gc
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: each process has a core, and so have its children
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: one core per worker
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or torch.compile starts a pool of processes
-# torch reads it once, at the first product on a card, which may be in a test without `deterministic`; as on an H100
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise torch.compile starts a pool of processes
+# torch reads it once, at the first matmul on a card, possibly in a test without `deterministic`. The value is that of
+# an H100.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -28,7 +30,7 @@ import composing
 from lowmem.config import typed_lines as overrides
 from lowmem.system import home
 
-# `nohup make test &` starts processes that ignore these two. A run respects that, and a test would wait for its signal.
+# Processes of `nohup make test &` ignore these signals, so runs would ignore them too, and tests of signals would hang.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,8 +44,8 @@ def _composed(lines, name, whole):
 
 
 def composed(lines, name="config", whole=False):
-    """A config is composed once in a process, and copied: many tests want the same, and Hydra takes a tenth of a second
-    for each, which was a fifth of what all of them took."""
+    """Composes a config once per process, and returns copies. Hydra takes a tenth of a second per config, which would
+    be a fifth of the time of all tests."""
     if GlobalHydra.instance().is_initialized():
         return overrides.composed.now(lines, name, whole)
     return pickle.loads(_composed(tuple(lines), name, whole))
@@ -61,10 +63,10 @@ pytest_plugins = ["tiers"]
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `import train`
 
-# No test may find an account, a hub or a prompt.
+# Tests must not use an account or the hub, and must not prompt.
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true")
 os.environ.pop("WANDB_API_KEY", None)
-os.environ.pop("COLUMNS", None)  # or sentences would be folded, in which tests look for words
+os.environ.pop("COLUMNS", None)  # otherwise messages that tests search for words would be wrapped
 
 SMALL = (
     "model.architecture.n_embd=32",
@@ -84,13 +86,13 @@ SMALL = (
     "plan=off",
 )
 
-# What stands for a picture that nobody looks at.
+# Written instead of memory.png.
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC")
 
 
 def pytest_collection_finish(session):
-    """Takes what was imported and collected, millions of objects, out of every search for garbage from here on, and has
-    full searches start ten times less often: they took a seventh of all time."""
+    """Excludes all objects that exist after collection (millions) from garbage collection, and makes full collections
+    ten times less frequent: they took a seventh of the time of all tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(2000, 20, 100)
@@ -103,7 +105,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory) -> Path:
-    """Twelve files of words, the same on every machine."""
+    """Returns a folder with twelve files of words, which are equal on every machine."""
     folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
     words = ("def", "return", "self", "for", "in", "if", "else", "class", "import", "x", "=", "(", ")", ":", "0", "1")
     for i in range(12):
@@ -114,13 +116,13 @@ def text_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def small(text_folder, tmp_path_factory) -> tuple[str, ...]:
-    """Overrides for a run of less than a second."""
+    """Returns overrides for a run of less than a second."""
     cache = tmp_path_factory.mktemp("cache")
     return (*SMALL, "data=text", f"data.path={text_folder}", f"cache_dir={cache}")
 
 
 def beside(base: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
-    """The lines of a small run, in which those that are typed take the place of its own."""
+    """Returns the overrides of a small run, in which typed overrides replace overrides of equal keys."""
     typed = {key(o) for o in overrides}
     if "model" in typed:  # another model has other architecture keys
         base = tuple(o for o in base if not o.startswith("model."))
@@ -129,7 +131,8 @@ def beside(base: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
 
 @pytest.fixture
 def config(small):
-    """(overrides) -> a small run, whose values are not checked: some tests compute in float64."""
+    """Returns a function: (overrides) -> the config of a small run. Its values are not checked, because some tests
+    compute in float64."""
 
     def make(*overrides: str, base: tuple[str, ...] = small):
         return Run.from_draft(composed(beside(base, overrides)))
@@ -139,13 +142,13 @@ def config(small):
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
-    """Leave a single pixel in the place of memory.png: drawing one takes longer than a small run."""
+    """Writes a single pixel as memory.png, because drawing the picture takes longer than a small run."""
     monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(PIXEL))
 
 
 @pytest.fixture
 def fit(small, tmp_path):
-    """(overrides) -> (summary, output folder) of a small run as a function."""
+    """Returns a function that trains a small run: (overrides) -> (summary, output folder)."""
     from lowmem.fit import fit
 
     def run(*overrides: str, folder: str = "run"):
@@ -156,16 +159,16 @@ def fit(small, tmp_path):
 
 @pytest.fixture
 def command(small, tmp_path, monkeypatch, capsys):
-    """(arguments) -> (exit code, everything printed) of `python train.py`, small, in this process."""
+    """Returns a function that runs `python train.py` in this process: (arguments) -> (exit code, all printed text)."""
     import train
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
-        """base: beside them; None: nothing at all."""
+        """Args: base: overrides in addition to the arguments; None: no further overrides and no output folders."""
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
         lines = beside(() if base is None else (*base, *folders), arguments)
         lines = sorted(lines, key=lambda a: not a.startswith("-"))
         monkeypatch.setattr(sys, "argv", ["train.py", *lines])
-        capsys.readouterr()  # what fixtures have printed, which depends on the tests before
+        capsys.readouterr()  # drops the output of fixtures
         code, said = 0, ""
         try:
             cli.start(train.main)
@@ -180,7 +183,7 @@ def command(small, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def processes():
-    """Forked from a process that has imported everything and computed nothing."""
+    """Returns a multiprocessing context that forks from a process with all imports done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "bitsandbytes", "dying", "told", "claiming"])
     return context
@@ -188,7 +191,8 @@ def processes():
 
 @pytest.fixture
 def group_of_one():
-    """A gloo group whose only rank is this process; it is left as runs leave theirs, or it might stand still."""
+    """Yields a gloo group whose only rank is this process. The group is left like that of a run, otherwise it might
+    hang."""
     import torch.distributed as dist
 
     from lowmem.techniques.strategy.process_group import leave
@@ -196,14 +200,13 @@ def group_of_one():
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     yield dist.group.WORLD
-    gc.collect()  # a test's DDP is part of a cycle
+    gc.collect()  # DDP objects are parts of reference cycles
     leave()
 
 
 @pytest.fixture
 def deterministic():
-    """For bits on a card: attention's backward adds in whatever order its blocks end, unless told otherwise, and does
-    it with a warning where that was all it was told."""
+    """Enables deterministic algorithms. Otherwise the backward pass of attention on a card sums in varying order."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -211,7 +214,7 @@ def deterministic():
 
 @pytest.fixture
 def as_for_families():
-    """Makes models of every family quiet and small."""
+    """Silences the libraries and limits threads for models of every architecture."""
     from benchmarks.architectures import _prepare
 
     threads = torch.get_num_threads()
@@ -222,19 +225,20 @@ def as_for_families():
 
 @pytest.fixture
 def without_units(monkeypatch):
-    """A CPU that multiplies nothing but fp32."""
+    """Simulates a CPU without 16-bit matmul units."""
     monkeypatch.setattr("lowmem.techniques.precision.cpu_products.has_units", lambda dtype: dtype == torch.float32)
 
 
 @pytest.fixture
 def as_with_compiler(monkeypatch):
-    """Lets what generates code be checked and planned where no compiler is installed; nothing is compiled."""
+    """Pretends that a compiler is installed, so that choices that generate code are not refused. Nothing is
+    compiled."""
     monkeypatch.setattr("lowmem.config.refusals.shutil.which", lambda name: name)
 
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """8-bit optimizers step as torch operators."""
+    """Makes 8-bit optimizers run as torch operators, as on a machine without a compiler."""
     for module in ("adamw8bit", "bitsandbytes_cpu"):
         monkeypatch.setattr(f"lowmem.techniques.optim.{module}.library", lambda *_: None)
 
@@ -246,7 +250,7 @@ def same_seed():
 
 @pytest.fixture(autouse=True)
 def root_handlers():
-    """Remove the handlers that a command line leaves on the root logger: pytest closes their stream."""
+    """Removes the handlers that a command leaves on the root logger, because pytest closes their stream."""
     before = logging.root.handlers.copy()
     yield
     for handler in logging.root.handlers.copy():
@@ -257,18 +261,19 @@ def root_handlers():
 
 @pytest.fixture(autouse=True)
 def no_rates_are_kept(tmp_path_factory, monkeypatch):
-    """Stores no rates: rates of a busy machine that runs tests must not be used by the next plan, nor by a child's."""
+    """Moves the folder of stored rates: rates of a machine that is busy with tests must not be used by later plans."""
     monkeypatch.setattr("lowmem.plan.cost.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")
     monkeypatch.setenv("LOWMEM_RATES", str(tmp_path_factory.getbasetemp() / "rates"))
 
 
 @pytest.fixture
 def sweep(tmp_path) -> Path:
-    """Three finished runs of which the second is beaten by the first, a failed, a running and two broken ones."""
+    """Returns a folder with three finished runs (the second is worse than the first in all respects), a failed run, a
+    running run and two broken runs."""
     return made_runs.sweep(tmp_path / "sweep")
 
 
 @pytest.fixture
 def fifty(tmp_path) -> Path:
-    """Runs of whose overrides five differ, some of which are long; two failed."""
+    """Returns a folder with fifty runs that differ in five overrides, some of them long; two runs failed."""
     return made_runs.fifty(tmp_path / "fifty-runs-in-a-folder-with-a-long-name")

@@ -1,4 +1,4 @@
-"""Other people's models: ten families, each for what stands around its blocks and its head."""
+"""Tests techniques on ten architectures of transformers, each with something special around its blocks or its head."""
 
 import logging
 
@@ -24,13 +24,13 @@ FAMILIES = {
     "xlstm": "no attention, a cap",
 }
 
-# What people have: dense, grouped heads, sliding windows, caps and factors, experts, state spaces.
+# Popular architectures: dense, grouped heads, sliding windows, logit caps and scales, experts, state spaces.
 POPULAR = (
     *("gpt2", "gptj", "gpt_neox", "opt", "bloom", "falcon", "llama", "mistral", "qwen2", "qwen3", "gemma2"),
     *("gemma3_text", "phi3", "olmo2", "cohere", "granite", "starcoder2", "qwen3_moe", "gpt_oss", "olmoe"),
 )
 REFUSED = {
-    ("xlstm", "bf16-master"): "refused: expected m1 and m2",  # it multiplies with fp32 tensors of its own
+    ("xlstm", "bf16-master"): "refused: expected m1 and m2",  # its code creates fp32 tensors and multiplies with them
     ("mamba2", "lora"): "refused: adapter: PEFT cannot adapt this Mamba2ForCausalLM",
 }
 
@@ -39,14 +39,14 @@ pytestmark = pytest.mark.usefixtures("as_for_families")
 
 @pytest.mark.rows("mixtral")
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.matrix) for name in POPULAR)])
-def test_every_technique_on_an_architecture_is_right_or_refused(name):
+def test_every_technique_on_an_architecture_passes_its_check_or_is_refused_as_expected(name):
     for cell, said in family(name).items():
         refusal = REFUSED.get((name, cell))
         assert said.startswith(refusal) if refusal else said == "right", (cell, said)
 
 
 @pytest.mark.wrong
-def test_merge_without_the_lora_scaling_is_caught(monkeypatch):
+def test_architecture_check_detects_a_merge_without_the_lora_scaling(monkeypatch):
     merge = architectures.merge
 
     def unscaled(network, dtype):
@@ -65,28 +65,28 @@ def test_shrunk_architectures_keep_non_neutral_logit_scales_and_caps():
 
 
 @pytest.mark.parametrize("name", ["dbrx", "dots1", "ernie4_5_moe", "falcon_h1", "lfm2_moe", "reformer", "zamba2"])
-def test_family_that_needs_values_of_its_own_is_built(name):
+def test_architecture_that_needs_special_config_values_is_built_and_passes_its_check(name):
     assert architectures.starts(shrunk(name)) == "right"
 
 
-def test_family_that_cannot_be_trained_alone_says_why():
+def test_architecture_that_cannot_be_trained_alone_is_reported_with_the_reason():
     assert family("gemma4_assistant") == {
         "starts as typed": f"not built: {architectures.IMPOSSIBLE['gemma4_assistant']}"
     }
 
 
 @pytest.mark.wrong
-def test_small_model_without_a_kind_of_block_is_caught(monkeypatch):
+def test_architecture_check_detects_a_small_model_that_lacks_a_kind_of_block(monkeypatch):
     assert architectures.all_kinds(shrunk("gemma3_text")) == "right"
     monkeypatch.setattr(architectures, "DEPTHS", {})
     assert architectures.all_kinds(shrunk("gemma3_text")) == "wrong: 1 of 2 kinds of blocks"
 
 
-def test_blocks_that_differ_by_their_number_alone_are_one_kind():
+def test_blocks_that_differ_only_by_their_index_count_as_one_kind():
     assert architectures.all_kinds(shrunk("diffllama")) == "right"
 
 
-def test_merged_logits_may_differ_by_the_rounding_of_the_weights():
+def test_architecture_check_allows_merged_logits_to_differ_by_rounding_of_the_weights():
     assert architectures.adapted(shrunk("cpmant")) == "right"
 
 
@@ -96,14 +96,14 @@ def test_architecture_whose_blocks_write_a_cache_is_refused_with_checkpointing()
         module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
 
 
-def test_blocks_of_a_multimodal_model_are_those_of_its_text_decoder():
+def test_blocks_of_a_multimodal_model_are_found_in_its_text_decoder():
     module, _ = build_module(configured(shrunk("got_ocr2")))
     blocks = blocks_of(module.model)
     assert {id(b) for b in blocks} <= {id(m) for m in module.model.get_decoder().modules()}
 
 
-def test_precision_that_does_not_fit_the_code_of_a_model_is_refused(config, tmp_path):
-    """xLSTM multiplies its 16-bit weights with fp32 tensors that it makes itself."""
+def test_precision_that_the_code_of_a_model_cannot_run_is_refused_with_advice(config, tmp_path):
+    """The code of xLSTM creates fp32 tensors and multiplies 16-bit weights with them."""
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", "precision=bf16-master", "clip=null")
     cfg = cfg.replacing("model.architecture", shrunk("xlstm"))
     with pytest.raises(Refused, match="Type precision=bf16"):
@@ -121,7 +121,7 @@ def test_model_without_sdpa_uses_eager_attention_unless_another_is_typed(config,
         fit(cfg, tmp_path)
 
 
-def test_refused_architecture_is_not_blamed_on_attention(command):
+def test_refusal_of_an_encoder_decoder_architecture_does_not_mention_attention(command):
     lines = ["model=hf", "model.name=x", "model.pretrained=false", "model.architecture={model_type: t5}", "lr=1e-3"]
     code, said = command(*lines)
     assert code == 1 and "t5 is an encoder-decoder" in said and "attention" not in said

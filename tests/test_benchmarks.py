@@ -1,4 +1,5 @@
-"""Tests the foundations of the benchmarks: loops that take turns, and the same mathematics in every one of them."""
+"""Tests the foundations of the benchmarks: loops run in turns, all loops compute equal losses, and recorded results
+agree with the pages."""
 
 import dataclasses
 import json
@@ -24,7 +25,7 @@ from lowmem.model.loading import describe
 
 pytestmark = pytest.mark.docs
 
-# A loop of as many steps as it is told. It writes down when each of its steps begins and ends.
+# A loop with a given number of steps. It records when each of its steps begins and ends.
 COUNTING = """
 import json, sys, time
 from benchmarks.turns import Turns
@@ -45,10 +46,13 @@ def test_benchmark_loops_alternate_and_never_overlap(tmp_path):
     steps = [line.split() for line in diary.read_text().splitlines()]
     assert [what for _, what in steps] == ["begins", "ends"] * 5
     assert [name for name, what in steps if what == "begins"] == ["a", "b", "b", "a", "a"]
-    assert [len(found[name]["seconds"]) for name in "ab"] == [2, 1]  # the last one's end is nobody's start
+    assert [len(found[name]["seconds"]) for name in "ab"] == [
+        2,
+        1,
+    ]  # a step is timed until the next one starts, so the last is not timed
 
 
-def test_waiting_for_another_loop_is_not_timed(monkeypatch):
+def test_wait_of_a_benchmark_loop_for_another_loop_is_not_timed(monkeypatch):
     clock = [0.0]
 
     def wait(*_) -> bytes:
@@ -74,7 +78,7 @@ def test_failing_benchmark_loop_is_reported_and_other_loops_finish(tmp_path):
     assert (tmp_path / "diary").read_text().count("whole ends") == 2
 
 
-def test_single_benchmark_loop_does_not_wait(monkeypatch):
+def test_single_benchmark_loop_runs_without_waiting_for_other_loops(monkeypatch):
     monkeypatch.delenv(turns.PIPES, raising=False)
     alone = turns.Turns()
     alone.next()
@@ -82,7 +86,7 @@ def test_single_benchmark_loop_does_not_wait(monkeypatch):
     assert len(alone.seconds) == 1
 
 
-def test_row_of_a_benchmark_is_printed_and_ends_the_process(monkeypatch, capsys):
+def test_benchmark_called_with_row_prints_the_row_as_json_and_exits(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmark", "--row", "tiny", "seq_len=8"])
     with pytest.raises(SystemExit) as end:
         options_of(ArgumentParser(), lambda *words: {"words": words})
@@ -94,7 +98,7 @@ def test_benchmark_without_a_row_returns_its_options(monkeypatch):
     assert options_of(ArgumentParser(), pytest.fail).row is None
 
 
-def test_speed_ratio_is_the_median_of_pairs_after_the_warm_up():
+def test_benchmark_speed_ratio_is_the_median_of_paired_steps_after_the_warm_up():
     ours = [{"seconds": [9.0, 1.0, 2.0]}, {"seconds": [9.0, 4.0, 1.0]}]
     theirs = [{"seconds": [1.0, 1.0, 4.0]}, {"seconds": [1.0, 2.0, 3.0]}]
     assert turns.speed_ratio(ours, theirs, warm_up=1) == 1.5  # of 1, 2, 0.5 and 3
@@ -102,15 +106,15 @@ def test_speed_ratio_is_the_median_of_pairs_after_the_warm_up():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_benchmark_loop_has_the_same_losses_bit_exactly(recipe):
+def test_all_benchmark_loops_have_bit_identical_losses(recipe):
     rows = {loop: ["-m", "benchmarks.loops", loop, recipe, "tiny"] for loop in LOOPS}
     losses = {loop: one["losses"] for loop, one in turns.take_turns(rows).items()}
-    assert losses["plain"][-1] < losses["plain"][0] - 0.5  # there is training in them
+    assert losses["plain"][-1] < losses["plain"][0] - 0.5  # the loss decreases, so the loop trains
     assert all(losses[loop] == losses["plain"] for loop in LOOPS), losses
 
 
-def test_reordered_norm_in_a_benchmark_loop_has_other_bits():
-    """The wrong variant: a plain loop that clips by the same norm, summed from the last parameter to the first."""
+def test_benchmark_loop_that_sums_the_norm_in_another_order_has_different_losses():
+    """Wrong on purpose: a plain loop sums the norm from the last parameter to the first."""
     wrong = """
 import json, torch
 from benchmarks import loops
@@ -145,14 +149,14 @@ def test_recorded_comparison_with_published_peaks_is_current_and_accurate():
 @pytest.mark.parametrize(
     "wrong", [(), ("gradient_checkpointing=every_layer",), ("seq_len=900",)], ids=("right", "checkpointed", "shorter")
 )
-def test_published_peak_is_predicted_and_a_wrong_setting_is_caught(wrong):
-    """The smallest of them: a GPT-2 of 163M parameters, its head not tied, on an A100."""
+def test_published_peak_is_predicted_within_5_percent_only_with_the_published_settings(wrong):
+    """The smallest published model: a GPT-2 of 163M parameters with an untied head, on an A100."""
     (one,) = (one for one in published.ALL if "7. flash" in one.name)
     asked = dataclasses.replace(one, overrides=(*one.overrides, *wrong))
     assert (abs(published.predicted(asked) / one.bytes - 1) <= 0.05) == (not wrong)
 
 
-# of each project's model, where it says so itself or a published config does
+# parameter counts that the projects or their published configs state
 COUNTED = {"TinyLlama": 1_100_048_384, "Qwen2.5": 2_022_229_504, "StableCode": 566_369_280, "in the book": 163_009_536}
 COUNTED |= {"5 x 2048 packed": 3_212_749_824, "Llama 2 7B": 6_738_415_616, "Llama 2 1B": 1_004_348_928}
 
@@ -167,7 +171,7 @@ def test_planned_model_has_the_published_parameter_count(name):
 
 
 def test_streamed_benchmark_counts_the_copied_bytes(tmp_path):
-    """The row of the benchmark that takes seconds; the others listen to a run in the same way."""
+    """Runs the row of the benchmark that takes only seconds. The other rows count bytes in the same way."""
     command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]
     row = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"ROW_FOLDER": str(tmp_path)}, capture_output=True, timeout=280
@@ -195,7 +199,7 @@ def measured_quality():
     return lost, max(plain.values()) - min(plain.values())
 
 
-def test_the_planner_tries_only_what_differs_from_fp32_by_less_than_seeds_do():
+def test_planner_tries_only_techniques_that_differ_from_fp32_by_less_than_seeds_do():
     lost, spread = measured_quality()
     tried = {
         name
@@ -205,11 +209,11 @@ def test_the_planner_tries_only_what_differs_from_fp32_by_less_than_seeds_do():
     }
     assert {"bf16-sr", "bf16-master", "adafactor", "adam8bit"} <= tried
     assert all(lost[name] < spread for name in tried)
-    assert all(lost[name] > spread for name in ("bf16-true", "16-true", "adamw4bit"))  # and none of these is tried
+    assert all(lost[name] > spread for name in ("bf16-true", "16-true", "adamw4bit"))  # none of these may be tried
     assert not tried & {"bf16-true", "16-true", "adamw4bit"}
 
 
-def test_quality_on_the_page_of_techniques_is_the_measured_difference():
+def test_quality_on_the_page_of_techniques_equals_the_measured_loss_difference():
     lost, spread = measured_quality()
     page = (ROOT / "docs" / "techniques.md").read_text()
     stated = dict(re.findall(r"\| `(?:precision|optim)=([\w-]+)` \|.*; quality ([+-]?[\d.]+) \|", page))

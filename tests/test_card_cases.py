@@ -1,4 +1,5 @@
-"""`python -m benchmarks.card` without a card: how cases end, what is kept, how blocks are timed, and a rehearsal."""
+"""Tests `python -m benchmarks.card` without a card: ends of cases, stored results, timed blocks, and a rehearsal on a
+CPU."""
 
 import inspect
 import json
@@ -131,14 +132,14 @@ def test_benchmark_case_ended_by_the_minutes_runs_again_and_one_ended_by_its_lim
     assert run("--minutes", "30")[1] == []
 
 
-def test_only_repeats_the_named_benchmark_cases_and_keeps_other_results(run):
+def test_benchmark_option_only_repeats_the_named_cases_and_keeps_other_results(run):
     run()
     assert run("--only", "b,c") == (0, ["b", "c"])
     assert json.loads(run.file.read_text())["cases"].keys() == {"a", "b", "c"}
     assert run("--only", "nothing")[0] == 2
 
 
-def test_listed_seconds_are_those_measured_on_this_card(run, capsys):
+def test_list_of_benchmark_cases_shows_measured_seconds_or_else_estimates(run, capsys):
     run("--only", "a")
     capsys.readouterr()
     run("--list")
@@ -155,7 +156,7 @@ def test_failed_or_wrong_benchmark_case_sets_the_exit_code_and_is_on_the_page(ru
     assert "- **b** failed: boom" in text or "- **r**, lowmem: NOT RIGHT" in text
 
 
-def test_results_of_another_machine_are_moved_to_another_file(run, monkeypatch):
+def test_benchmark_results_of_another_machine_are_moved_to_another_file(run, monkeypatch):
     run()
     monkeypatch.setattr(case, "described", lambda device: machine("another card"))
     assert run("--only", "a") == (0, ["a"])
@@ -202,12 +203,12 @@ def test_unwritable_benchmark_results_file_is_refused_before_the_first_case(run,
     )
 
 
-def test_missing_package_for_the_benchmark_is_named(run, monkeypatch, capsys):
+def test_benchmark_with_a_missing_package_is_refused_and_names_the_package(run, monkeypatch, capsys):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "hydra" else name)
     assert run() == (2, []) and "Not installed: hydra. Type pip install -e . first." in capsys.readouterr().err
 
 
-def test_every_benchmark_case_has_a_function_and_a_stored_prediction():
+def test_every_benchmark_case_has_a_function_and_every_recipe_a_stored_prediction():
     for one in cases.CASES:
         module, function = one.run.split(":")
         assert callable(getattr(import_module(module), function))
@@ -217,8 +218,8 @@ def test_every_benchmark_case_has_a_function_and_a_stored_prediction():
     assert predicted == recipes.RUNS, f"type python -m benchmarks.card --predict {known['card']}"
 
 
-def test_cases_with_deterministic_runs_set_the_cublas_workspace():
-    """torch reads the variable once per process, maybe in a run that has no deterministic=true."""
+def test_benchmark_cases_with_deterministic_runs_set_the_cublas_workspace():
+    """torch reads the variable once per process, possibly in an earlier run without deterministic=true."""
     source = {
         one.name: inspect.getsource(getattr(import_module(m), f))
         for one in cases.CASES
@@ -233,7 +234,7 @@ def test_cases_with_deterministic_runs_set_the_cublas_workspace():
 
 
 class Clock(Here):
-    """A machine whose clock moves when the device is waited for."""
+    """A machine that records each synchronization with the device."""
 
     def settle(self):
         waited.append(self)
@@ -242,7 +243,7 @@ class Clock(Here):
 waited = []
 
 
-def test_timed_block_synchronizes_only_at_its_ends(tmp_path):
+def test_timed_benchmark_block_synchronizes_the_device_only_at_its_ends(tmp_path):
     waited.clear()
     watch = Blocks(Clock("cpu", tmp_path), steps=20)
     for _ in range(watch.all_steps):
@@ -254,7 +255,7 @@ def test_timed_block_synchronizes_only_at_its_ends(tmp_path):
     assert watch.as_dict()["steps"] == 20 and watch.losses() == [3.0] * 23
 
 
-def test_warm_up_steps_are_not_timed(here):
+def test_warm_up_steps_of_a_benchmark_block_are_not_timed(here):
     watch = Blocks(here, steps=2, warm_up=1)
     for seconds in (0.3, 0.01, 0.01):
         watch.begin()
@@ -263,7 +264,7 @@ def test_warm_up_steps_are_not_timed(here):
     assert 0.02 <= watch.as_dict()["seconds"] < 0.3
 
 
-def test_meter_tracks_no_timed_step(here, monkeypatch):
+def test_memory_meter_tracks_no_timed_step_of_a_benchmark(here, monkeypatch):
     steps = []
     monkeypatch.setattr(ours.MemoryMeter, "_track", lambda meter: steps.append(meter._step))
     ours.train("GPT-2 124M, bf16", here, Blocks(here, 4, warm_up=1))
@@ -308,7 +309,7 @@ def test_kernel_benchmark_yields_each_row_when_complete(here, monkeypatch):
     assert done == [(3, beside.PLAIN, None), (4, liger, 2.0)]
 
 
-def test_flops_are_6_per_trained_weight_4_per_frozen_weight_and_attention(here):
+def test_flops_per_token_are_6_per_trained_and_4_per_frozen_weight_plus_attention(here):
     def flops(name, *more):
         row = ours.train(name, here, Blocks(here, 1, warm_up=0), *more)
         return row["flops_per_token"]
@@ -317,21 +318,21 @@ def test_flops_are_6_per_trained_weight_4_per_frozen_weight_and_attention(here):
     block = 2 * d * 64 + 2 * d * 32 + 3 * d * 128 + 2 * d  # q and o, k and v, the MLP, two norms
     attention = 12 * layers * width * seq_len
     every = vocabulary * d + layers * block + d
-    assert flops("1.24B, bf16") == 6 * every + attention  # tied: the embedding is the output layer
-    assert flops("8B, resident, 8 x 2048") == 6 * every + attention  # untied: one of the two does not multiply
+    assert flops("1.24B, bf16") == 6 * every + attention  # tied: the embedding is also the output layer
+    assert flops("8B, resident, 8 x 2048") == 6 * every + attention  # untied: the embedding is not a matmul
     adapters = layers * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     for kind in ("LoRA", "QLoRA"):
         found = flops(f"8 of 32 layers of 8B, {kind}, streamed, 4 x 1024")
         assert found == 4 * every + 6 * adapters + attention
 
 
-def test_idle_share_is_the_time_outside_all_intervals():
+def test_idle_share_of_a_card_is_the_time_outside_all_kernel_intervals():
     assert idle.idle([(0, 2), (1, 3), (5, 10)]) == pytest.approx(0.2)
     assert idle.idle([(5, 10), (0, 10)]) == 0 and idle.idle([]) is None
 
 
 class OnCard(Here):
-    """A card that no test has. What it does is replaced."""
+    """A stand-in for a machine with a card."""
 
     def __init__(self, folder):
         super().__init__("cpu", folder)
@@ -344,7 +345,7 @@ class OnCard(Here):
 
 @pytest.fixture
 def profiled(tmp_path, monkeypatch):
-    """Returns a watch of a card's loop whose reads are one per step, and the debug modes that it has set."""
+    """Returns a profiled watch as on a card, and the list of synchronization debug modes that it sets."""
     modes = []
 
     def set_mode(mode):
@@ -358,7 +359,7 @@ def profiled(tmp_path, monkeypatch):
     return idle.Profiled(OnCard(tmp_path)), modes
 
 
-def test_synchronization_warnings_of_operators_are_counted(profiled):
+def test_synchronization_warnings_of_operators_are_counted_in_a_profiled_benchmark(profiled):
     watch, modes = profiled
     for _ in range(watch.all_steps):
         watch.begin()
@@ -370,7 +371,7 @@ def test_synchronization_warnings_of_operators_are_counted(profiled):
     assert watch.found["waits per step"] == 1 and modes == ["warn", "default"]
 
 
-def test_failing_profiled_loop_restores_debug_mode_and_warnings(profiled):
+def test_profiled_benchmark_closed_early_restores_debug_mode_and_warnings(profiled):
     watch, modes = profiled
     showwarning = warnings.showwarning
     for _ in range(blocks.WARM_UP + idle.STEPS):
@@ -379,11 +380,11 @@ def test_failing_profiled_loop_restores_debug_mode_and_warnings(profiled):
     watch.begin()
     watch.close()
     assert modes == ["warn", "default"] and warnings.showwarning is showwarning
-    with torch.profiler.profile():  # torch refuses a second one beside the first
+    with torch.profiler.profile():  # torch would refuse it if another profiler were active
         pass
 
 
-def test_profiler_annotations_are_not_counted_as_card_work():
+def test_profiler_annotations_and_cpu_events_are_not_counted_as_work_of_the_card():
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     kinds = [(cuda, False), (cuda, True), (cpu, False)]
     events = [
@@ -420,7 +421,7 @@ def test_weights_drawn_from_a_pool_are_random_and_reproducible(here):
 @pytest.mark.parametrize(
     ("losses", "is_right"), [(([1.0, 2.0], [1.0, 2.0]), True), (([1.0, 2.0], [1.0, 2.1]), False), ((None, None), False)]
 )
-def test_streamed_benchmark_is_right_only_if_losses_equal_resident_ones(here, monkeypatch, losses, is_right):
+def test_streamed_benchmark_is_right_only_if_its_losses_equal_the_resident_losses(here, monkeypatch, losses, is_right):
     of_runs = iter(losses)
     monkeypatch.setattr(whole, "hidden", lambda name, here: {"blocks": []})
 
@@ -433,7 +434,7 @@ def test_streamed_benchmark_is_right_only_if_losses_equal_resident_ones(here, mo
     assert last["right"] is is_right and list(last["found"].values()) == [is_right]
 
 
-def test_second_benchmark_run_is_compared_for_bits_and_deterministic_time(here, monkeypatch):
+def test_second_benchmark_run_reports_equal_bits_and_the_cost_of_determinism(here, monkeypatch):
     losses = iter([1.0, 1.0, 1.0, 2.0])
 
     def train(name, here, watch, *more):
@@ -447,15 +448,15 @@ def test_second_benchmark_run_is_compared_for_bits_and_deterministic_time(here, 
 
 
 @pytest.mark.parametrize(("copied", "waited", "share"), [(4.0, 1.0, 0.75), (1.0, 2.0, 0.0), (0.0, 0.0, None)])
-def test_hidden_share_of_copies_follows_from_copy_and_wait_time(copied, waited, share):
+def test_share_of_copies_hidden_by_computation_follows_from_copy_and_wait_time(copied, waited, share):
     assert whole.hidden_share(copied, waited) == share
 
 
-# --- caps -------------------------------------------------------------------------------------------------------------
+# --- memory limits ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("least", [0.93, 1.0, 1.06])
-def test_smallest_memory_limit_is_one_that_worked(least):
+def test_search_for_the_smallest_memory_limit_returns_a_limit_that_works(least):
     planned = 1 << 30
     found, tried = whole.smallest(planned, lambda cap: cap >= least * planned, tries=6)
     assert found >= least * planned and found - least * planned < 0.02 * planned and len(tried) == 6
@@ -502,7 +503,7 @@ def test_cpu_rehearsal_runs_every_benchmark_case(one, here, monkeypatch):
     assert rows and all("needs CUDA" in why or "No module named" in why for why in failures), failures
     for row in rows:
         assert all(map(math.isfinite, row.get("losses", ()))) and row.get("right", True), row
-        fused = row.get("by") == "TRL SFTTrainer"  # its loss adds up in another order, in bf16
+        fused = row.get("by") == "TRL SFTTrainer"  # TRL sums the loss in another order, in bf16
         assert row.get("found", {}).get("losses apart", 0) < (1e-4 if fused else 1e-6), row["by"]
         if row["run"].endswith("8 x 2048") and "tokens" in row:
             assert row["tokens"] == 8 * 16  # seq_len of a rehearsal

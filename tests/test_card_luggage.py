@@ -1,4 +1,4 @@
-"""The wheels that travel to a card machine: repacking, the limit of their size, and their requirements."""
+"""Tests the wheels that are uploaded to a machine with a card: repacking, the size limit, and missing requirements."""
 
 from base64 import urlsafe_b64encode
 from hashlib import sha256
@@ -38,7 +38,7 @@ def bitsandbytes(tmp_path: Path) -> Path:
     return made_wheel(tmp_path, "bitsandbytes", "0.50.2", files)
 
 
-def test_repacked_wheel_keeps_the_cpu_library_and_the_one_of_this_cuda(bitsandbytes: Path):
+def test_repacked_wheel_keeps_only_the_cpu_library_and_the_requested_cuda_library(bitsandbytes: Path):
     before = bitsandbytes.stat().st_size
     luggage.repack(bitsandbytes, "cuda130")
     assert bitsandbytes.stat().st_size < before
@@ -59,7 +59,7 @@ def test_repacked_wheel_is_installed_by_pip(bitsandbytes: Path, tmp_path: Path):
     ]
 
 
-def test_second_repacking_of_a_wheel_changes_nothing(bitsandbytes: Path):
+def test_second_repacking_of_a_wheel_changes_no_byte(bitsandbytes: Path):
     luggage.repack(bitsandbytes, "cuda130")
     once = bitsandbytes.read_bytes()
     luggage.repack(bitsandbytes, "cuda130")
@@ -74,7 +74,7 @@ def test_repacking_refuses_a_cuda_that_the_wheel_lacks_and_leaves_the_wheel(bits
     assert bitsandbytes.read_bytes() == before
 
 
-def test_size_counts_the_folder_and_the_tracked_files(tmp_path: Path):
+def test_size_of_the_upload_counts_wheels_and_tracked_files_and_is_limited(tmp_path: Path):
     tracked = luggage.size(tmp_path)
     (tmp_path / "a-1-py3-none-any.whl").write_bytes(b"x" * 1000)
     assert luggage.size(tmp_path) == tracked + 1000
@@ -82,7 +82,7 @@ def test_size_counts_the_folder_and_the_tracked_files(tmp_path: Path):
         luggage.size(tmp_path, limit=tracked + 999)
 
 
-def test_missing_requirements_names_what_neither_folder_nor_image_has(tmp_path: Path):
+def test_missing_requirements_lists_packages_that_neither_wheels_nor_image_provide(tmp_path: Path):
     needs = (
         "b>=2",
         "there",

@@ -1,4 +1,4 @@
-"""The loops of RoundPipe and TrainStream on a card, as far as they run without CUDA and without these packages."""
+"""Tests the parts of the RoundPipe and TrainStream loops that run without CUDA and without these packages."""
 
 from pathlib import Path
 

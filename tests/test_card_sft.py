@@ -1,4 +1,4 @@
-"""SFTTrainer of TRL as a loop of the benchmarks: the rows, the order and the mean loss of a plain loop."""
+"""Tests the benchmark loop with TRL's SFTTrainer: its rows, their order and its mean loss equal a plain loop."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-# transformers 5.23 warns of the word that 5.17 needs
+# transformers 5.23 warns of an argument that 5.17 needs
 pytestmark = [pytest.mark.docs, pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")]
 STEPS, PARTS, ROWS, T, VOCABULARY = 3, 2, 2, 8, 32
 
@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 class Losses:
-    """Sums the shares of each step's loss."""
+    """Sums the losses of the micro-batches of each step."""
 
     def __init__(self) -> None:
         self.of_steps: list[float] = []
@@ -66,7 +66,7 @@ def plain(loop: Materials) -> list[float]:
     return losses
 
 
-def test_sft_trainer_has_the_losses_of_a_plain_loop():
+def test_sft_trainer_of_trl_has_the_losses_and_weights_of_a_plain_loop():
     pytest.importorskip("trl")
     from benchmarks.card.sft import sft
 
@@ -74,7 +74,7 @@ def test_sft_trainer_has_the_losses_of_a_plain_loop():
     losses = plain(ours)
     sft(theirs, watch)
     assert watch.ended == STEPS
-    assert not theirs.network.is_gradient_checkpointing  # SFTConfig would switch it on
+    assert not theirs.network.is_gradient_checkpointing  # the default of SFTConfig would enable it
     assert watch.of_steps == pytest.approx(losses, abs=1e-5)
     for one, other in zip(ours.network.parameters(), theirs.network.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=2e-4, rtol=0)

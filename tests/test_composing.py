@@ -1,4 +1,4 @@
-"""Tests that configs which tests compose are those that Hydra composes."""
+"""Tests that cached configs of tests equal the configs that Hydra composes."""
 
 import pytest
 from hydra._internal import config_loader_impl
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.docs
 
 TYPED = (
     ["precision=16", "optim=adam8bit", "lr=3"],
-    ["optim=adam8bit", "precision=16", "seed=4"],  # the same choices, typed in another order
+    ["optim=adam8bit", "precision=16", "seed=4"],  # equal choices in another order
     ["experiment=chat_lora_8gb", "model=tiny"],
     ["data=mix", "+data@data.parts.a=random"],
     ["optim={a: 1}"],
@@ -26,7 +26,7 @@ TYPED = (
 
 
 def outcome(lines):
-    """The config with Hydra's own part, or the words of an error."""
+    """Returns the config with Hydra's keys, or the text of an error."""
     try:
         return OmegaConf.to_yaml(typed_lines.composed.now(lines, "config", True))
     except Exception as error:
@@ -44,12 +44,12 @@ def by_hydra(monkeypatch):
 
 
 def test_cached_test_config_equals_the_config_of_hydra(by_hydra):
-    assert [outcome(lines) for lines in TYPED] == by_hydra  # perhaps made for this
-    assert [outcome(lines) for lines in TYPED] == by_hydra  # and surely kept
+    assert [outcome(lines) for lines in TYPED] == by_hydra  # may fill the cache
+    assert [outcome(lines) for lines in TYPED] == by_hydra  # read from the cache
 
 
-def test_config_cached_for_other_choices_is_caught(by_hydra, monkeypatch):
-    """The deliberately wrong variant: it knows files by their number alone."""
+def test_config_cached_without_its_choices_differs_from_the_config_of_hydra(by_hydra, monkeypatch):
+    """Wrong on purpose: the cache key is the number of files instead of their names."""
     monkeypatch.setattr(composing, "_merged", {})
     monkeypatch.setattr(composing.KeptList, "key", property(len, lambda *_: None), raising=False)
     assert [outcome(lines) for lines in TYPED] != by_hydra

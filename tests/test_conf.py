@@ -1,4 +1,4 @@
-"""Every yaml of conf/: it composes, its targets import, its keys bind, and a page has a row for it."""
+"""Tests every yaml of conf/: it composes, its target classes exist and accept its keys, and a page documents it."""
 
 import json
 import re
@@ -26,7 +26,7 @@ TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "c
 TECHNIQUES += ("weights", "loss", "adapter")
 # The pages that list choices: a technique has a row on one of them.
 LISTS = {page: (ROOT / page).read_text() for page in ("README.md", "docs/techniques.md")}
-# What the first cell of each row of their tables names; choices may share a row.
+# The names in the first cell of each table row; several choices may share a row.
 NAMED = [
     name
     for text in LISTS.values()
@@ -35,7 +35,7 @@ NAMED = [
 ]
 
 
-# What a choice leaves for the user to say.
+# Overrides that a user has to type with a choice.
 GIVEN = {
     "data=text": ["data.path=x"],
     "data=jsonl": ["data.path=x"],
@@ -62,7 +62,7 @@ def composed(group, choice):
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
 @pytest.mark.usefixtures("as_with_compiler")
-def test_yaml_composes_and_its_keys_are_arguments_of_its_class(group, choice):
+def test_config_with_a_choice_of_conf_composes_and_passes_the_check(group, choice):
     cfg = composed(group, choice)
     choices = OmegaConf.to_container(cfg.hydra.runtime.choices)
     assert choices[group] == choice
@@ -76,7 +76,7 @@ def test_yaml_composes_and_its_keys_are_arguments_of_its_class(group, choice):
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
-def test_yaml_opens_with_a_comment_that_says_what_it_is(group, choice):
+def test_yaml_of_conf_begins_with_a_comment_of_more_than_20_characters(group, choice):
     lines = [line for line in (CONF / group / f"{choice}.yaml").read_text().splitlines() if "@package" not in line]
     assert lines[0].startswith("# ") and len(lines[0]) > 20, f"conf/{group}/{choice}.yaml: say in a comment what it is"
 
@@ -89,11 +89,11 @@ def test_technique_has_a_row_on_a_page(group, choice):
 
 
 @pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] not in TECHNIQUES])
-def test_choice_that_is_not_a_technique_is_named_on_a_page(group, choice):
+def test_choice_that_is_not_a_technique_is_named_in_readme_or_techniques_page(group, choice):
     assert any(f"`{choice}`" in text for text in LISTS.values())
 
 
-def test_every_target_is_in_the_package_or_a_dependency():
+def test_every_target_class_in_conf_is_in_the_package_or_a_dependency():
     for group, choice in CHOICES:
         cfg = composed(group, choice)
         del cfg.hydra
@@ -112,7 +112,7 @@ def test_every_target_is_in_the_package_or_a_dependency():
 @pytest.mark.parametrize("optim", [choice for group, choice in CHOICES if group == "optim"])
 def test_comment_of_an_optimizer_names_its_measured_lr_factor(optim):
     measured = json.loads((ROOT / "benchmarks" / "results" / "learning_rates.json").read_text())["rounds"]
-    # paging moves the state and computes the same
+    # paging changes where the state is, not the result
     same = {"paged_adamw32bit": "adamw"}.get(optim, optim)
     losses = {name.split(" x ")[1]: one[0]["val_loss"] for name, one in measured.items() if name.split()[0] == same}
     if not losses:
@@ -123,7 +123,7 @@ def test_comment_of_an_optimizer_names_its_measured_lr_factor(optim):
     )
 
 
-def test_advice_suggests_only_unused_techniques_and_composes():
+def test_out_of_memory_advice_suggests_only_unused_techniques_that_compose():
     used = {"precision": "bf16", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
     tries = advice(used, batch_size=8, seq_len=128)
     assert tries == [
@@ -159,8 +159,8 @@ def test_advice_suggests_only_unused_techniques_and_composes():
         ("gpt-oss-20b", 20914.76),
     ],
 )
-def test_architecture_has_the_parameter_count_of_the_published_model(model, millions):
-    """Built without memory: only shapes. The counts come from the published checkpoints."""
+def test_model_of_conf_has_the_parameter_count_of_the_published_model(model, millions):
+    """Built on the meta device. The expected counts come from the published checkpoints."""
     import torch
 
     from lowmem.config.schema import Model
@@ -189,12 +189,12 @@ def test_preset_composes_states_its_measurement_and_yields_to_typed_overrides(pr
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("line", ["accumulation=none", "loss=full", "data=random", "model=tiny"])
 def test_choice_typed_beside_a_preset_drops_the_keys_of_the_preset(preset, line):
-    """Keys that the preset sets for its own choice, such as accumulation.size, disappear with that choice."""
+    """If another choice is typed, keys of the preset's own choice, such as accumulation.size, are dropped."""
     group, experiment = line.split("=")[0], OmegaConf.load(CONF / "experiment" / f"{preset}.yaml")
     cfg = typed_lines.composed([f"experiment={preset}", line, "seq_len=128"])
     plainly, hydras = typed_lines.composed([line]), typed_lines._composed([f"experiment={preset}", line])
     check(settled(cfg), {})
-    kept = {f"override /{group}": line.split("=")[1]} in experiment.defaults  # the choice is the preset's too
+    kept = {f"override /{group}": line.split("=")[1]} in experiment.defaults  # the preset makes the typed choice itself
     same = OmegaConf.to_container(cfg[group]) == OmegaConf.to_container((hydras if kept else plainly)[group])
     assert same
 
@@ -216,7 +216,7 @@ def unresolved(cfg):
     ],
 )
 def test_typed_choice_wins_over_several_experiments(lines, kept):
-    """Only experiments that make the typed choice set its keys."""
+    """Keys of the typed choice come only from experiments that make this choice."""
     cfg = typed_lines.composed([*lines, "model=tiny", "seq_len=128"])
     check(settled(cfg), {})
     assert unresolved(cfg) == unresolved(typed_lines.composed([*lines[1:], *kept]))
@@ -252,7 +252,7 @@ def test_memory_stated_by_a_preset_equals_the_prediction(preset):
     tensors, reserved = re.search(r"([\d.]+) GiB of tensors, ([\d.]+) GiB reserved", said).groups()
     found = predict(run_of([f"experiment={preset}", "device=cpu"]), Target(on_card=True)).based_on(LIBRARIES)
     host = float(re.search(r"([\d.]+) GiB of host memory", said)[1])
-    assert host == pytest.approx(found.host.total / GIB, abs=0.2)  # what is imported differs by machine
+    assert host == pytest.approx(found.host.total / GIB, abs=0.2)  # memory of imported libraries differs by machine
     assert f"{found.allocated / GIB:.1f}" == tensors
     assert f"{found.reserved / GIB:.1f}" == reserved
 
@@ -282,7 +282,7 @@ def test_combine_all_preset_uses_the_tokens_per_step_of_baseline():
         ("theirs.loss.full", None),
     ],
 )
-def test_target_of_the_old_layout_is_refused_with_its_new_path(old, new, config):
+def test_target_class_of_the_old_layout_is_refused_with_its_new_path(old, new, config):
     run = config(f"loss._target_={old}")
     with pytest.raises(Refused) as refused:
         check(run, {})

@@ -1,4 +1,5 @@
-"""Tests that what a class offers stands in its base class, with a default: nobody asks whether it is there."""
+"""Tests base classes of data sources and losses: objects of other classes are refused, and optional members have
+defaults."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -14,20 +15,20 @@ from lowmem.training import build
 from lowmem.training.module import CausalLM, Update
 
 
-def test_source_of_another_class_is_refused(config):
-    """A yaml may name anybody's class, one from before there were base classes too."""
+def test_data_target_that_is_not_a_data_source_is_refused(config):
+    """A yaml may name any class, for example one written for an earlier version without base classes."""
     run = config()
     with pytest.raises(Refused, match=r"dict is not a data source\. Derive it from .*StoredSource"):
         build.open_texts(run.replacing("data", {"_target_": "builtins.dict"}))
 
 
-def test_mixture_part_of_another_class_is_refused_by_its_name():
+def test_mixture_part_that_is_not_a_data_source_is_refused_and_named():
     with pytest.raises(Refused, match=r"data\.parts\.mine\._target_=.*dict is not a data source"):
         Mix({"mine": {}})
 
 
 class Scaled(Loss, nn.Module):
-    """A loss with a buffer of its own."""
+    """A loss with a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -42,19 +43,19 @@ class Compared(Scaled):
         pass
 
 
-def test_loss_that_is_a_module_keeps_its_buffers():
+def test_loss_that_is_a_module_has_its_buffers_in_the_state_dict():
     module = CausalLM(nn.Linear(2, 2), Scaled(), Update(None, None))
     assert "loss.scale" in module.state_dict()
 
 
-def test_loss_with_verify_computes_its_own_logits():
+def test_only_losses_with_a_verify_method_are_marked_as_computing_their_own_logits():
     assert Compared().own_logits and Chunked(4).own_logits and not Scaled().own_logits
     assert not as_loss(full).own_logits and isinstance(as_loss(partial(full)), Loss)
 
 
 @pytest.mark.parametrize("made", [nn.Linear(1, 1), SimpleNamespace(verify=print)])
 def test_object_that_is_not_a_loss_is_refused(made):
-    """Its `verify` would not be called, and its buffers not be saved."""
+    """Otherwise `verify` of the object would not be called, and its buffers would not be saved."""
     with pytest.raises(
         Refused, match=r"is not a loss\. Derive it from Loss of lowmem\.techniques\.loss\.cross_entropy"
     ):

@@ -1,5 +1,5 @@
-"""docs/add-a-technique.md, followed literally in a copy of the repository: an optimizer, a checkpointing policy and a
-precision, and every test of the copy is green."""
+"""Tests docs/add-a-technique.md by following it in a copy of the repository: an optimizer, a checkpointing policy and a
+precision are added, and the tests of the copy pass."""
 
 import os
 import re
@@ -22,7 +22,7 @@ PARTS += ("AGENTS.md", "train.py", "plan.py", "compare.py", "requirements.txt", 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The repository with every block of the page in its place, but for the commands."""
+    """Returns a copy of the repository with all code blocks of the page applied, except its commands."""
     folder = tmp_path_factory.mktemp("copy")
     for part in PARTS:
         (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, folder / part)
@@ -49,7 +49,7 @@ def run(folder, line, *more):
 
 
 def command(start):
-    """The line of the page that begins so."""
+    """Returns the command line of the page with this beginning."""
     text = next(text for language, _, text in BLOCKS if language == "sh")
     return next(line for line in text.splitlines() if line.startswith(start))
 
@@ -61,7 +61,7 @@ def test_page_shows_an_optimizer_a_policy_and_a_precision_with_their_rows():
         assert any(place.startswith(f"row=docs/techniques.md after={group}=") for place in places)
 
 
-def test_documented_techniques_are_tested_in_the_copy_of_the_repository(copy):
+def test_copy_of_the_repository_with_documented_techniques_imports_its_own_package(copy):
     code, said = run(copy, "python -c", "import lowmem; print(lowmem.__file__)")
     assert code == 0 and str(copy) in said, said
 
@@ -70,14 +70,15 @@ NEW = ("optim=unit", "gradient_checkpointing=every_other", "precision=bf16-odd")
 
 
 def test_documented_techniques_save_what_they_declare_and_their_tests_pass(copy):
-    """The small sibling of what follows."""
+    """A quick part of the next test."""
     where = ("test_saves.py", "techniques/optim/test_unit.py", "techniques/precision/test_odd.py")
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
     assert code == 0 and all(f"saves_what_it_declares[{name}]" in said for name in NEW), said
 
 
 def test_generated_tests_of_the_documented_techniques_pass(copy):
-    """They are generated for their names, or stand on the page itself. Wrong variants are of the matrix's tier."""
+    """These tests are generated for each technique, or are listed on the page. Their wrong variants need `-m
+    matrix`."""
     own = "techniques/optim", "techniques/precision/test_odd.py"
     where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", *own)
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
@@ -91,7 +92,7 @@ def test_generated_tests_of_the_documented_techniques_pass(copy):
             "equals_the_oracle",
             "wrong_variant",
             "saves_what_it_declares",
-            "does_nothing_is_caught",
+            "does_nothing_saves_less",
             "row_on_a_page",
         ):
             assert any(proof in line and name in line for line in passed), (proof, name)
@@ -99,7 +100,7 @@ def test_generated_tests_of_the_documented_techniques_pass(copy):
         assert any(proof in line for line in passed), proof
 
 
-# file, what is not in it, the test that asks for it, what it then says
+# file, omitted text, test that must fail, words of its message
 LEFT_OUT = [
     (
         "docs/techniques.md",
@@ -125,7 +126,7 @@ LEFT_OUT = [
 
 @pytest.mark.parametrize(("name", "left_out", "tests", "says"), LEFT_OUT, ids=[name for name, *_ in LEFT_OUT])
 def test_omitted_step_of_the_page_fails_a_test_that_names_it(copy, name, left_out, tests, says):
-    """The deliberately wrong variants: the test that fails says what belongs where."""
+    """Wrong on purpose: a step is omitted. The failing test says what to add, and where."""
     file = copy / name
     page = file.read_text()
     assert page.count(left_out) == 1
@@ -137,7 +138,7 @@ def test_omitted_step_of_the_page_fails_a_test_that_names_it(copy, name, left_ou
         file.write_text(page)
 
 
-# What the tests of a file read that a new technique changes: the lists of techniques, conf/, the source and the pages.
+# Test files that read lists of techniques, conf/, the source or the pages depend on a new technique.
 READS_TECHNIQUES = re.compile(r"\bCHOICES\b|\btechniques\(|\b(CONF|SOURCE|DOCS)\b|lowmem\.refusals")
 
 
@@ -153,14 +154,14 @@ def test_make_test_passes_for_techniques_after_following_the_page(copy, small):
         assert code == 0, said
     assert "| precision=bf16-odd | weights=streamed" in (copy / "docs" / "techniques.md").read_text()
     files = [file for file in (copy / "tests").rglob("test_*.py") if READS_TECHNIQUES.search(file.read_text())]
-    files.remove(copy / "tests" / "test_docs.py")  # it would follow the page once more
+    files.remove(copy / "tests" / "test_docs.py")  # it would follow the page again
     assert {"test_conf.py", "test_parity.py", "test_trace.py", "test_readme.py"} <= {file.name for file in files}
     code, said = run(copy, make_test(), *map(str, files))
     assert code == 0, said[-20000:]
 
 
 def make_test():
-    """Returns what `make test` types, for the environment that runs."""
+    """Returns the command that `make test` runs."""
     assert command("make") == "make test"
     makefile = (ROOT / "Makefile").read_text()
     typed = re.search(r"^test:.*\n\t\$\(BIN\)/(python .*)", makefile, re.MULTILINE)[1]

@@ -1,4 +1,4 @@
-"""Tests that `make lint` finds code that breaks a rule of the architecture."""
+"""Tests tests/support/house.py, the part of `make lint` that checks rules of the architecture."""
 
 import pytest
 
@@ -32,7 +32,7 @@ RIGHT = [
 
 @pytest.fixture
 def found(tmp_path):
-    """(line of code) -> what is wrong with it."""
+    """Returns a function: (line of code) -> the reported violations."""
 
     def write(line):
         (tmp_path / "ours.py").write_text(OURS)
@@ -43,22 +43,22 @@ def found(tmp_path):
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_code_that_compares_technique_names_is_found(found, line):
+def test_architecture_lint_finds_code_that_checks_technique_names_or_attributes(found, line):
     assert len(found(line)) == 1
 
 
 @pytest.mark.parametrize("line", RIGHT)
-def test_code_without_technique_names_is_not_reported(found, line):
+def test_architecture_lint_does_not_report_permitted_code(found, line):
     assert not found(line)
 
 
-def test_two_classes_with_equal_names_are_found(found, tmp_path):
+def test_architecture_lint_finds_two_classes_with_equal_names(found, tmp_path):
     (tmp_path / "beside.py").write_text("class Ours: pass\n\n\nclass Others:\n    class Theirs: pass\n")
     (tmp_path / "inside.py").write_text("class Theirs: pass\n")
     (line,) = found("None")
     assert "ours.py:1: " in line and "beside.py has a class Ours too" in line
 
 
-def test_technique_names_checked_by_lint_come_from_conf():
+def test_technique_names_of_the_architecture_lint_come_from_conf():
     names = house.techniques(ROOT / "src" / "lowmem", ROOT / "conf")
     assert {"bf16-master", "adafactor", "streamed"} <= names and not {"stdlib", "gpt2", "wandb"} & names

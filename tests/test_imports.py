@@ -1,4 +1,4 @@
-"""The house: nothing imports in a circle, and nothing imports what stands above it. Read off the imports themselves."""
+"""Tests the layers of the source: imports have no cycle, and no folder imports from a folder above it."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT
 
-# From the ground up: a room of src/lowmem may import from itself and from the rooms before it.
+# From the lowest layer up: a folder of src/lowmem may import from itself and from the folders before it.
 ROOMS = (
     *("system", "memory", "config", "data", "model", "step", "offload", "techniques"),
     *("report", "saving", "training", "plan", "fit", "command"),
@@ -15,7 +15,7 @@ ROOMS = (
 
 
 def imports(source: Path) -> dict[str, set[str]]:
-    """Module -> the modules of lowmem that it imports, wherever in the file."""
+    """Returns the modules of lowmem that each module imports, anywhere in its file."""
     files = {_name(file, source): file for file in source.rglob("*.py")}
     return {name: _imported(name, file, files.keys()) for name, file in files.items()}
 
@@ -36,7 +36,8 @@ def _imported(name, file, known):
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """One, if there is any: modules of which each imports the next, and the last the first."""
+    """Returns the modules of an import cycle, or an empty list. Each module imports the next, and the last the
+    first."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> list[str]:
@@ -52,7 +53,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def room(module: str) -> int:
-    """Returns the number of the room of `lowmem.<room>.<...>`."""
+    """Returns the index of the folder of `lowmem.<folder>.<...>` in ROOMS."""
     return ROOMS.index(module.split(".")[1])
 
 
@@ -62,7 +63,7 @@ def upwards(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
     return {(name, other) for name, other in pairs if room(other) > room(name)}
 
 
-def test_imports_have_no_cycle():
+def test_imports_of_the_source_have_no_cycle():
     assert circle(imports(ROOT / "src")) == []
 
 
@@ -72,7 +73,7 @@ def test_source_has_exactly_the_documented_folders():
     assert inside - {"__init__"} == {*ROOMS}
 
 
-def test_no_folder_imports_from_a_folder_above_it():
+def test_no_source_folder_imports_from_a_folder_above_it():
     assert upwards(imports(ROOT / "src")) == set()
 
 

@@ -1,4 +1,5 @@
-"""`make test-kernels` changes one variable at a time, says which settings the processor lacks, and is red if one is."""
+"""Tests `make test-kernels`: it changes one variable at a time, reports settings that the processor lacks, and fails if
+the tests fail with any setting."""
 
 import re
 import subprocess
@@ -12,8 +13,8 @@ pytestmark = pytest.mark.docs
 
 @pytest.fixture
 def ran(monkeypatch):
-    """(the outcome of one setting; the other settings pass) -> exit code; `ran.settings` are the environments, and
-    `ran.marks` chooses the tests."""
+    """Returns a function: (the setting that fails, if any) -> exit code. `ran.settings` has the environments, and
+    `ran.marks` the expression that selects the tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
 
     def run(failing="", units=("avx2",), shard="1/1"):
@@ -62,6 +63,6 @@ def test_shards_divide_the_kernel_settings(ran):
     )
 
 
-def test_single_failing_kernel_setting_fails_the_command(ran, capsys):
+def test_failure_in_one_kernel_setting_fails_make_test_kernels(ran, capsys):
     assert ran("MKL_CBWR=COMPATIBLE") == 1
     assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["MKL_CBWR=COMPATIBLE", "2", "1"]

@@ -1,4 +1,4 @@
-"""Nothing waits for ever: each test has a time limit, and so has each process that one starts."""
+"""Tests that each test has a time limit, and that each process started by a test has one."""
 
 import ast
 import os
@@ -19,7 +19,7 @@ THE_NEXT = "def test_of_the_next_process(): pass\n"
 
 
 @pytest.mark.parametrize("code", HANGS.values(), ids=HANGS)
-def test_hanging_test_is_ended_with_its_stack_and_other_tests_run(tmp_path, code):
+def test_hanging_test_is_ended_at_its_time_limit_with_its_stack_and_other_tests_run(tmp_path, code):
     (tmp_path / "test_it.py").write_text(code + THE_NEXT)
     line = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-o", "faulthandler_timeout=1"]
     line += ["--rootdir", str(tmp_path), "-n", "1", "-p", "no:cacheprovider", "-W", "ignore", str(tmp_path)]
@@ -31,7 +31,7 @@ def test_hanging_test_is_ended_with_its_stack_and_other_tests_run(tmp_path, code
 
 
 def without_limit(code: str) -> list[int]:
-    """The lines that start a process, or read what one says, and would wait for it without end."""
+    """Returns the lines that start a process, or read its output, without a timeout."""
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     names = [(call, ast.unparse(call.func)) for call in calls]
     waits = [call for call, name in names if name in STARTS or name.endswith(".communicate")]
@@ -47,6 +47,6 @@ def test_every_process_started_by_a_test_has_a_timeout():
 
 
 @pytest.mark.parametrize("code", ["subprocess.run(line)", "child.communicate()", "os.system(line)"])
-def test_process_without_a_timeout_is_found(code):
+def test_check_of_timeouts_finds_a_process_started_without_one(code):
     assert without_limit(f"import os\n{code}") == [2]
     assert not without_limit(f"{code[:-1]}, timeout=60)".replace("(,", "("))

@@ -1,4 +1,4 @@
-"""examples/prove_on_a_t4.ipynb runs without a card, and what it asserts fails where it is not so."""
+"""Tests examples/prove_on_a_t4.ipynb: it runs without a card, and its assertions fail if a claim is wrong."""
 
 import ast
 import json
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def cell(words: str) -> str:
-    """Returns the code of the one cell that has these words."""
+    """Returns the code of the only cell that contains these words."""
     (found,) = (code for code in CODE if words in code)
     return found
 
@@ -57,11 +57,11 @@ def test_notebook_run_on_a_card_is_not_refused(monkeypatch, weights):
     assert cfg.model.architecture["n_layer"] == 24
 
 
-# --- what it asserts --------------------------------------------------------------------------------------------------
+# --- assertions of the notebook ---------------------------------------------------------------------------------------
 
 
 def two_runs(folder, change=lambda weights: None, **summary):
-    """Returns what the cells know after two runs whose weights are equal, but for a change of the second one's."""
+    """Returns the variables of the notebook after two runs. `change` may change the weights of the second run."""
     runs = {}
     for name, held in (("streamed", 10), ("resident", 30)):
         weights = {"a": torch.ones(4), "b": torch.ones(2)}
@@ -130,12 +130,12 @@ def test_notebook_requires_reserved_memory_within_the_limit_on_a_card(tmp_path, 
         exec(cell("import csv"), scope)
 
 
-# --- as a whole -------------------------------------------------------------------------------------------------------
+# --- the complete notebook --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
-    """(code, what stands in its place) -> the notebook after all of its cells have run, in a kernel of their own."""
+    """Returns a function that runs all cells in a kernel: (code, its replacement) -> the cells with their outputs."""
     why = "pip install -e '.[dev]' installs what runs a notebook"
     nbclient = pytest.importorskip("nbclient", reason=why)
     pytest.importorskip("ipykernel", reason=why)
@@ -164,7 +164,7 @@ def test_notebook_runs_without_a_card_and_shows_both_pictures(execute):
 
 
 def test_notebook_fails_if_the_seed_of_one_run_differs(execute):
-    """The deliberately wrong variant."""
+    """Wrong on purpose: one run has another seed."""
     from nbclient.exceptions import CellExecutionError
 
     with pytest.raises(CellExecutionError) as raised:

@@ -1,4 +1,5 @@
-"""The ranges, the exact versions and conda's list agree; what must not be installed, or committed, is excluded."""
+"""Tests that version ranges, pinned versions and the conda environment agree, and that bad releases and generated files
+are excluded."""
 
 import re
 import subprocess
@@ -44,7 +45,7 @@ def test_oldest_environment_has_the_lower_bound_of_every_range():
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.0", "2.14.0", "2.15.3"])
-def test_torch_2_11_to_2_15_is_allowed(version):
+def test_torch_2_11_to_2_15_are_allowed_and_2_10_and_2_16_are_not(version):
     assert version in RANGES["torch"] and "2.10.0" not in RANGES["torch"] and "2.16.0" not in RANGES["torch"]
 
 

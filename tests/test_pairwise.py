@@ -1,4 +1,4 @@
-"""Tests that a chosen part of a matrix has any two values together, and is small."""
+"""Tests that a pairwise selection of a matrix contains every pair of values, in few rows."""
 
 from itertools import combinations, product
 
@@ -17,7 +17,7 @@ def test_pairwise_rows_contain_every_pair_of_values():
         assert {(row[one], row[other]) for row in rows} == set(product(axes[one], axes[other]))
 
 
-def test_pairwise_rows_contain_every_possible_pair_of_values():
+def test_pairwise_rows_with_a_condition_contain_every_pair_of_values_that_it_permits():
     def possible(row):
         return row[0] != "a" or row[2] == "x"
 

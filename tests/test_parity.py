@@ -1,7 +1,7 @@
-"""Every technique, and every pair of techniques, computes what the oracle computes. Generated from conf/.
+"""Tests every technique, and every pair of techniques, against the oracle (plain fp32 PyTorch). Generated from conf/.
 
-A choice that is new in conf/ is run by itself and with every choice of the other groups; what it may deviate stands in
-tolerances.py, and an optimizer that is not AdamW needs its rule in oracle.py.
+A new choice in conf/ is tested alone and with every choice of the other groups. tolerances.py has its allowed
+deviation, and an optimizer that is not AdamW needs its update rule in oracle.py.
 """
 
 from functools import reduce
@@ -26,10 +26,10 @@ from tolerances import PAIRS as PREFERENCES
 pytestmark = pytest.mark.kernels
 
 
-# those that are compiled run on one shape, below
+# compiled choices are tested with one shape, below
 CHOICES = [choice for choice in parity.CHOICES if choice not in parity.COMPILED] + ["optim.in_backward=true"]
 PAIRS = [(a, b) for a, b in combinations(CHOICES, 2) if a.split("=")[0] != b.split("=")[0]]
-# Recipes of experiments, and other combinations that are usual on a card.
+# Recipes of experiments, and other common combinations on a card.
 MIXED = (
     "precision=16-master optim=adamw8bit gradient_checkpointing=every_layer loss=chunked accumulation=fixed",
     "precision=bf16-master optim=adamw8bit gradient_checkpointing=offload loss=chunked accumulation=effective_batch",
@@ -56,7 +56,7 @@ def test_technique_equals_the_oracle(config, technique):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("technique", CHOICES)
-def test_on_a_card_technique_equals_the_oracle(config, technique):
+def test_technique_on_a_card_equals_the_oracle(config, technique):
     found = deviations(config, technique, overrides=["device=cuda"])
     assert within(found, allowed(technique, on_card=True)), found
 
@@ -70,7 +70,7 @@ def test_mixed_recipe_equals_the_oracle(config, recipe, device):
 
 
 @each_device
-def test_tf32_is_as_close_as_fp32_only_on_a_device_without_tf32(config, device):
+def test_tf32_is_as_close_to_the_oracle_as_fp32_only_on_a_device_without_tf32(config, device):
     found = deviations(config, "precision=tf32", overrides=[f"device={device}"])
     assert within(found[:2], EXACT) != has_tf32(device), found
 
@@ -82,7 +82,7 @@ def test_compiled_blocks_with_a_memory_budget_equal_the_oracle(config, policy):
 
 
 @pytest.mark.gpu  # on a CPU inductor takes half a minute, and test_blocks.py runs it
-def test_on_a_card_memory_budget_with_inductor_equals_the_oracle(config):
+def test_activation_memory_budget_with_inductor_on_a_card_equals_the_oracle(config):
     found = deviations(config, "compile=blocks", overrides=[*parity.BUDGET, "compile.backend=inductor", "device=cuda"])
     assert within(found, allowed("compile.activation_memory_budget", on_card=True)), found
 
@@ -133,7 +133,7 @@ def test_any_precision_and_checkpointing_with_chunked_loss_equals_the_oracle(con
     assert within(found, allowed(*pair, "loss=chunked")), found
 
 
-# --- deliberately wrong variants: each must be outside the tolerance of every technique it can occur in --------------
+# --- wrong on purpose: each variant must exceed the tolerance of every technique in which it can occur ---------------
 
 
 def short_window_divided_by_the_full_one(monkeypatch):
@@ -200,8 +200,8 @@ def test_loss_without_the_last_micro_batch_exceeds_the_tolerance_of_every_techni
 
 
 @pytest.mark.parametrize("loss", [choice for choice in CHOICES if choice in PREFERENCES])
-def test_exchanged_answers_exceed_the_tolerance_of_every_precision(config, monkeypatch, loss):
-    """The wrong variant of every loss of answers: the update is another one, and so is the loss."""
+def test_preference_loss_with_exchanged_answers_exceeds_the_tolerance_of_every_precision(config, monkeypatch, loss):
+    """Wrong on purpose: chosen and rejected answers are exchanged, so update and loss differ."""
     kind = preference.KTO if loss == "loss=kto" else preference.PreferenceLoss
     right = kind.answers
 
@@ -218,7 +218,7 @@ def test_exchanged_answers_exceed_the_tolerance_of_every_precision(config, monke
 
 
 def test_loss_summed_in_16_bits_exceeds_the_tolerance(config, monkeypatch):
-    """Each addition is rounded. Rounding the sum alone would be off by less, if it happens to lie near one of bf16."""
+    """Every addition is rounded to bf16. If only the final sum were rounded, the error could be small by chance."""
 
     def full(model, batch):
         logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
@@ -243,7 +243,7 @@ def two_wrong_signs(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [norms_decay, two_wrong_signs])
-def test_two_wrong_signs_exceed_the_tolerance_of_one_rounded_sign(config, wrong, monkeypatch):
+def test_decayed_norms_or_two_wrong_signs_exceed_the_tolerance_of_one_rounded_sign(config, wrong, monkeypatch):
     pair = "precision=16", "optim=adafactor"
     wrong(monkeypatch)
     assert deviations(config, *pair)[1] > allowed(*pair)[1]
@@ -267,6 +267,6 @@ def test_clipping_scaled_gradients_exceeds_the_tolerance(config, precision, monk
 
 @each_device_slowly
 @pytest.mark.parametrize("wrong", [False, True])
-def test_adamw4bit_on_one_matrix_is_within_its_tolerance(config, wrong, device):
+def test_adamw4bit_on_one_matrix_is_within_its_tolerance_unless_it_is_wrong(config, wrong, device):
     off = parity.off_on_one_matrix(config("optim=adamw4bit", "lr=1e-2", f"device={device}"), wrong)
     assert (off > LOW_BIT_STATE["adamw4bit"]) == wrong, off

@@ -1,4 +1,4 @@
-"""The drawn pictures of docs/ are those that the script draws, are readable, and name what exists."""
+"""Tests the drawn pictures of docs/: they are current and readable, and their overrides and folders exist."""
 
 import json
 import re
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.docs
 
 NAMES = [*pictures.PICTURES]
 SVG = "{http://www.w3.org/2000/svg}"
-# wider than the other fonts that browsers take for system-ui, so a text that fits in it fits in them
+# wider than the fonts that browsers use for system-ui, so a text that fits in this font also fits in those fonts
 FONTS = {
     (mono, bold): font_manager.get_font(
         font_manager.findfont(
@@ -50,7 +50,7 @@ class Placed(NamedTuple):
 
 
 def texts(svg: str) -> list[Placed]:
-    """Returns every text of a picture with the box that it takes."""
+    """Returns every text of a picture with its bounding box."""
     return [placed(node) for node in ET.fromstring(svg).iter(f"{SVG}text")]
 
 
@@ -81,7 +81,7 @@ def unknown(svg: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "refusal"])
-def test_drawn_picture_equals_the_committed_file(name):
+def test_drawn_documentation_picture_equals_the_committed_file(name):
     assert pictures.PICTURES[name]().svg() == file_of(name).read_text(encoding="utf-8")
 
 
@@ -91,12 +91,12 @@ def test_picture_of_a_refusal_has_the_printed_text():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_of_a_picture_do_not_overlap_or_leave_it(name):
+def test_texts_of_a_documentation_picture_do_not_overlap_or_leave_it(name):
     assert unreadable(file_of(name).read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_overrides_in_a_picture_exist(name):
+def test_overrides_in_a_documentation_picture_exist_in_conf(name):
     assert unknown(file_of(name).read_text(encoding="utf-8")) == []
 
 
@@ -121,11 +121,11 @@ def test_unreadable_pictures_and_unknown_overrides_are_found():
 
 
 @pytest.mark.parametrize("symptom", pictures.SYMPTOMS, ids=lambda symptom: symptom.title)
-def test_overrides_for_a_symptom_are_not_refused(symptom):
-    """The second words stand beside the first, or replace them where both name the same group."""
+def test_overrides_in_the_picture_of_symptoms_are_not_refused(symptom):
+    """The second overrides are added to the first, or replace overrides of equal groups."""
     (first, _), (second, _) = symptom.words
     both = dict(word.split("=", 1) for word in f"{first} {second}".split())
-    if "weights" in both:  # weights stream with masters and recomputed blocks
+    if "weights" in both:  # streamed weights need masters and recomputed blocks
         both = {"precision": "bf16-master", "gradient_checkpointing": "offload", **both}
     beside = "python train.py model=gpt2 memory.limit=12GiB"  # no size of a batch is searched without a card
     lines = [f"    {beside} {words}" for words in (first, " ".join(f"{key}={value}" for key, value in both.items()))]
@@ -133,12 +133,12 @@ def test_overrides_for_a_symptom_are_not_refused(symptom):
 
 
 @pytest.mark.parametrize("panel", pictures.PANELS, ids=lambda panel: panel.title)
-def test_overrides_of_a_panel_are_not_refused(panel):
+def test_overrides_of_a_panel_in_the_card_host_drive_picture_are_not_refused(panel):
     words = panel.typed.replace("and ", f"{pictures.MASTERS} {pictures.STREAMED} ")
     assert pages.refused(f"    python train.py {words}") == []
 
 
-def test_bytes_of_the_panels_equal_the_planner_results():
+def test_bytes_in_the_card_host_drive_picture_equal_the_planner_results():
     rows = {name: row for name, (row,) in json.loads((RESULTS / "capacity.json").read_text())["rounds"].items()}
     state, _ = state_bytes_per_parameter(build.optimizer(run_of(["optim=adamw8bit"])))
     assert state == pytest.approx(pictures.STATE, abs=0.005)

@@ -1,4 +1,4 @@
-"""Tests that prose.py finds names that could mean anything, and phrases that are not plain."""
+"""Tests that prose.py finds names without meaning, and phrases that are not plain English."""
 
 import pytest
 
@@ -10,14 +10,14 @@ pytestmark = pytest.mark.docs
 @pytest.mark.parametrize(
     ("name", "is_found"), [("held", True), ("_whole", True), ("Part", True), ("held_bytes", False)]
 )
-def test_meaningless_names_are_found(tmp_path, name, is_found):
+def test_prose_check_finds_names_without_meaning(tmp_path, name, is_found):
     file = tmp_path / "code.py"
     file.write_text(f"class {name}:\n    pass\n")
     assert ["could be anything" in line for line in wrong(file)] == [True] * is_found
 
 
 @pytest.mark.parametrize("text", ["Of the whole, its shape.", "Returns the shape", "A pinned staging buffer"])
-def test_docstring_may_be_a_noun_phrase(tmp_path, text):
+def test_prose_check_accepts_a_docstring_that_is_a_noun_phrase(tmp_path, text):
     file = tmp_path / "code.py"
     file.write_text(f'def opened():\n    """{text}"""\n')
     assert not list(wrong(file))
@@ -37,7 +37,7 @@ def test_docstring_may_be_a_noun_phrase(tmp_path, text):
         ("test_items_are_read_if_those_before_are", None),
     ],
 )
-def test_test_names_without_a_subject_or_a_noun_are_refused(tmp_path, name, advice):
+def test_prose_check_refuses_test_names_without_a_subject_or_a_noun(tmp_path, name, advice):
     file = tmp_path / "test_code.py"
     file.write_text(f"def {name}():\n    pass\n")
     lines = list(wrong(file))
@@ -45,7 +45,7 @@ def test_test_names_without_a_subject_or_a_noun_are_refused(tmp_path, name, advi
 
 
 REMARK = ["The path is no folder.", "The rules are those of torch.", "It has as many as the model."]  # one per rule
-PLACES = {  # source with a remark -> the line where it stands
+PLACES = {  # source with a remark -> the line of the remark
     'def f():\n    """{}"""\n': 2,
     '"""First line.\n\n    {}\n"""\n': 3,
     "x = 1  # {}\n": 1,
@@ -55,7 +55,7 @@ PLACES = {  # source with a remark -> the line where it stands
 
 @pytest.mark.parametrize(("rule", "remark"), list(zip(REMARKS, REMARK, strict=True)))
 @pytest.mark.parametrize("place", PLACES)
-def test_forbidden_phrase_of_a_docstring_or_comment_is_found(tmp_path, place, rule, remark, capsys):
+def test_prose_check_finds_a_forbidden_phrase_in_a_docstring_or_comment(tmp_path, place, rule, remark, capsys):
     file = tmp_path / "code.py"
     file.write_text(place.format(remark))
     assert main(str(tmp_path)) == 1
@@ -64,7 +64,7 @@ def test_forbidden_phrase_of_a_docstring_or_comment_is_found(tmp_path, place, ru
 
 
 @pytest.mark.parametrize("source", ['"""The path is\n    no folder."""\n', "# the path is\n# no folder\n"])
-def test_forbidden_phrase_over_two_lines_is_found_in_the_first_line(tmp_path, source):
+def test_prose_check_reports_a_forbidden_phrase_over_two_lines_in_the_first_line(tmp_path, source):
     file = tmp_path / "code.py"
     file.write_text(source)
     assert [line.startswith(f'{file}:1: "is no"') for line in wrong(file)] == [True]
@@ -80,17 +80,17 @@ def test_forbidden_phrase_over_two_lines_is_found_in_the_first_line(tmp_path, so
     ],
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_plain_docstrings_and_comments_pass(tmp_path, place, remark):
+def test_plain_docstrings_and_comments_pass_the_prose_check(tmp_path, place, remark):
     (tmp_path / "code.py").write_text(place.format(remark))
     assert main(str(tmp_path)) == 0
 
 
-def test_docstring_with_no_after_a_line_break_passes(tmp_path):
+def test_docstring_with_no_after_a_line_break_passes_the_prose_check(tmp_path):
     (tmp_path / "code.py").write_text('def f():\n    """It runs if there\n    is no card."""\n')
     assert main(str(tmp_path)) == 0
 
 
-def test_comment_marked_plain_is_exempt(tmp_path):
+def test_comment_marked_plain_is_exempt_from_the_prose_check(tmp_path):
     (tmp_path / "code.py").write_text("x = 1  # it is no number  # plain\n")
     assert main(str(tmp_path)) == 0
 
@@ -120,7 +120,7 @@ FORMS = {
 
 @pytest.mark.parametrize(("rule", "phrase"), list(zip(RULES, PHRASES, strict=True)))
 @pytest.mark.parametrize("name", FORMS)
-def test_forbidden_phrase_is_found_in_each_kind_of_file(tmp_path, name, rule, phrase, capsys):
+def test_prose_check_finds_a_forbidden_phrase_in_each_kind_of_file(tmp_path, name, rule, phrase, capsys):
     file = tmp_path / name
     file.write_text(FORMS[name].format(phrase))
     assert main("--texts", str(tmp_path)) == 1
@@ -159,7 +159,7 @@ def test_plain_text_passes_the_prose_check(tmp_path, name, text):
         ("style.md", "it is no number\n", []),
     ],
 )
-def test_docstrings_code_and_quotations_are_not_checked_for_phrases(tmp_path, name, source, lines, capsys):
+def test_prose_check_of_texts_ignores_docstrings_code_and_quotations(tmp_path, name, source, lines, capsys):
     (tmp_path / name).write_text(source)
     main("--texts", str(tmp_path))
     assert [int(hit.split(":")[1]) for hit in capsys.readouterr().out.splitlines() if name in hit] == lines

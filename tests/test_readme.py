@@ -1,4 +1,4 @@
-"""README.md and docs/ mean what they say: their commands run, their names, files and figures are there."""
+"""Tests README.md and docs/: their commands run, and their names, files and figures exist."""
 
 import inspect
 import json
@@ -57,7 +57,7 @@ def test_agents_page_names_every_folder_of_the_source():
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_pages_contain_commands():
+def test_readme_and_docs_contain_commands():
     assert "python train.py precision=16 optim=adam8bit" in COMMANDS
     assert "python train.py -m precision=32,16,bf16 optim=adamw,adam8bit,adafactor" in COMMANDS
     assert len(COMMANDS) > 15
@@ -79,13 +79,13 @@ def folder(tmp_path_factory):
     """Returns a newcomer's folder: their notes, and the runs that the pages name by their dates."""
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "notes").mkdir()
-    for name in ("examples", "docs"):  # as in the repository, where the pages stand
+    for name in ("examples", "docs"):  # as in the repository
         (folder / name).symlink_to(ROOT / name)
     for number in range(20):
         thoughts = random.Random(number).choices(WORDS, k=20_000)
         (folder / "notes" / f"{number}.txt").write_text(" ".join(thoughts))
     day = "2026-01-31"
-    quick = ("val_sequences=16", "plan=off")  # an evaluation of all takes most of a run of one step
+    quick = ("val_sequences=16", "plan=off")  # a full evaluation would take most of a run of one step
     as_typed(f"python train.py max_steps=1 hydra.run.dir=outputs/{day}/12-00-00", folder, *quick)
     as_typed(f"python train.py max_steps=1 hydra.run.dir=outputs/{day}/13-00-00", folder, *quick)
     as_typed(f"python train.py -m max_steps=1,2 hydra.sweep.dir=multirun/{day}/12-00-00", folder, *quick)
@@ -101,7 +101,7 @@ def as_typed(command: str, folder, *more: str) -> str:
     return done.stdout
 
 
-# Published weights are not here: the same commands, from a random start of two thin layers.
+# Published weights are not available here, so these commands train two small layers with random weights.
 THIN = ["n_layer=2", "n_embd=64", "n_head=2", "vocab_size=4096"]
 THIN_LLAMA = ["num_hidden_layers=2", "hidden_size=64", "intermediate_size=128", "num_attention_heads=4"]
 THIN_LLAMA += ["num_key_value_heads=2", "head_dim=16", "vocab_size=4096", "bos_token_id=null", "eos_token_id=null"]
@@ -112,7 +112,7 @@ def says_only(command: str) -> bool:
 
 
 def with_choices(command: str) -> str:
-    """Returns a command with the choices of its experiment as if they were typed; those that are typed stand first."""
+    """Returns a command with the choices of its experiment appended, except groups that the command types itself."""
     named = re.search(r"experiment=(\w+)", command)
     preset = ROOT / "conf" / "experiment" / f"{named[1]}.yaml" if named else None
     chosen = re.findall(r"override /(\w+): (\S+)", preset.read_text()) if preset and preset.exists() else []
@@ -120,7 +120,7 @@ def with_choices(command: str) -> str:
 
 
 def beside(command: str) -> list[str]:
-    """Returns what a test of two steps types in addition."""
+    """Returns the overrides that make a command a short run of two steps."""
     command = with_choices(command)
     if "train.py" not in command or "sweep.resume" in command or says_only(command):
         return []
@@ -130,12 +130,14 @@ def beside(command: str) -> list[str]:
     thin = THIN_LLAMA if re.search(r"llama|smollm2", command) else THIN if re.search(r"gpt2", command) else []
     small = ["model.pretrained=false", "plan=off" if "plan=" not in command else "seq_len=64"] if thin else []
     if "experiment=gpt2_xl" in command or "llama" in command:
-        small += ["seq_len=256" if "data=chat" in command else "seq_len=16"]  # an answer is behind its question
+        small += [
+            "seq_len=256" if "data=chat" in command else "seq_len=16"
+        ]  # a row must be long enough to reach the answer
     return [*more, *small, *(f"model.architecture.{key}" for key in thin)]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_readme_command_runs(command, folder):
+def test_every_command_of_readme_and_docs_runs(command, folder):
     said = as_typed(command, folder, *beside(command))
     if says_only(command) or "generate=" in command:
         assert said.strip()
@@ -153,13 +155,13 @@ def test_every_readme_command_runs(command, folder):
 
 
 def python_block(start: str) -> str:
-    """Returns the block of docs/sweeps.md that has an import which starts like this."""
+    """Returns the Python block of docs/sweeps.md with a line that begins like this."""
     blocks = re.findall(r"```python\n(.*?)```", docs("sweeps"), re.DOTALL)
     return next(block for block in blocks if f"\n{start}" in block)
 
 
-def test_search_example_reads_the_loss_of_each_trial(folder, monkeypatch):
-    """optuna itself is not installed: a stand-in asks for one trial."""
+def test_documented_optuna_example_reads_the_loss_of_each_trial(folder, monkeypatch):
+    """optuna is not installed, so a stand-in runs one trial."""
     lines = ["max_steps=2", "val_sequences=16"]
     losses = []
 
@@ -177,8 +179,8 @@ def test_search_example_reads_the_loss_of_each_trial(folder, monkeypatch):
     assert 4 < losses[0] < 10
 
 
-def test_notebook_example_calls_fit_with_valid_arguments(tmp_path, small, monkeypatch):
-    """The block runs as it stands, in the repository, on a smaller model and another folder."""
+def test_documented_notebook_example_trains_and_writes_a_summary(tmp_path, small, monkeypatch):
+    """The block of the page runs with a smaller model and another folder."""
     import hydra
 
     block = python_block("from hydra")
@@ -246,15 +248,15 @@ def test_every_documented_figure_and_table_equals_the_results(page):
         ),
     ],
 )
-def test_planted_error_of_a_page_is_found(checker, wrong):
+def test_page_checkers_find_a_planted_error(checker, wrong):
     check = getattr(pages, checker)
     told = check(wrong, ROOT) if checker in ("missing_files", "wrong_figures") else check(wrong)
     assert len(told) == 1, told
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_single_changed_digit_of_a_table_is_found(page):
-    """Every table that says where it comes from is looked at to its last cell."""
+def test_single_changed_digit_of_a_documented_table_is_found(page):
+    """Every table below a mark is compared up to its last cell."""
     text = page.read_text()
     for mark in re.finditer(r"<!-- table .*-->\n((?:\|.*\n)+)", text):
         at = max(n for n in range(mark.start(1), mark.end(1)) if text[n].isdigit())
@@ -262,8 +264,8 @@ def test_single_changed_digit_of_a_table_is_found(page):
         assert pages.wrong_figures(changed, page.parent)
 
 
-def test_tables_of_results_are_marked_as_such():
-    """Each is on its page, under the mark that keeps it so."""
+def test_result_tables_on_the_pages_stand_below_a_mark_with_their_file():
+    """The mark makes `python -m benchmarks.pages` update the table."""
     for page, results in {
         "techniques": ["techniques"],
         "planner": ["plans"],
@@ -284,14 +286,16 @@ def test_documented_speed_of_each_recipe_equals_the_results():
 
 
 def test_tables_of_the_techniques_equal_results_and_refusals():
-    """From the figures themselves; that no other pair is refused is what test_parity.py runs."""
+    """The tables are generated again from the results. test_parity.py tests that no other pair is refused."""
     found = json.loads((RESULTS / "techniques.json").read_text())
     again = "a technique is new or gone: python -m benchmarks.techniques --table, then python -m benchmarks.pages"
     assert found["rounds"].keys() <= found["refused"].keys() == ROWS.keys(), again
     for written in (table(found["rounds"]), table_of_pairs(found["refused"])):
         assert written + "\n" in docs("techniques"), again
     pairs = {frozenset((one, other)) for one, others in found["refused"].items() for other in others}
-    assert pairs == {pair for pair in REFUSED_PAIRS if pair <= ROWS.keys()} and len(pairs) > 10  # shipped: no row
+    assert (
+        pairs == {pair for pair in REFUSED_PAIRS if pair <= ROWS.keys()} and len(pairs) > 10
+    )  # default choices have no row
 
 
 def test_documented_planner_accuracy_equals_the_results():
@@ -319,7 +323,7 @@ def test_documented_depth_from_which_sqrt_wins_follows_from_the_formulas():
         assert depth == pytest.approx(interior**2, rel=0.05)
 
 
-def test_pages_contain_no_placeholder():
+def test_readme_and_docs_contain_no_placeholder():
     for page in PAGES:
         assert not re.search(r"\bM_\w+|OVERHEAD_TABLE|TECHNIQUES_MACHINE|\b(TODO|TBD|FIXME)\b", page.read_text())
 
@@ -328,13 +332,15 @@ def test_every_refusal_names_a_documented_key_and_valid_advice():
     from lowmem.config.refusals import REFUSALS
 
     named = {key for page in PAGES for key, _ in pages.overrides(page.read_text())}
-    named |= {f"trainer.{argument}" for argument in inspect.signature(Trainer).parameters}  # Lightning's own
+    named |= {
+        f"trainer.{argument}" for argument in inspect.signature(Trainer).parameters
+    }  # arguments of Lightning's Trainer
     for refusal in REFUSALS:
         assert re.match(r"(?:This )?([\w.]+)", refusal.says)[1] in named
         assert "ype " in refusal.says and not pages.unknown_keys(f"`{refusal.says}`")
 
 
-def test_charts_named_on_the_pages_are_logged(fit, monkeypatch):
+def test_charts_named_in_readme_and_docs_are_logged_by_a_run(fit, monkeypatch):
     from lightning.pytorch.loggers import CSVLogger
 
     logged = set()
@@ -350,7 +356,8 @@ def test_charts_named_on_the_pages_are_logged(fit, monkeypatch):
 
 
 def test_first_two_readme_commands_learn_more_than_a_trigram_model(folder):
-    """Nothing beside them. Both learn more than the statistics of three bytes, and nearly the same."""
+    """The commands run without further overrides. Both reach fewer bits per byte than a trigram model, and nearly equal
+    values."""
     from benchmarks.trigram import trigram_bits_per_byte
 
     from lowmem.data.sources.text_files import stdlib

@@ -1,4 +1,4 @@
-"""A real trained model of 135M parameters in whole runs: what it learns, what is predicted, and what it answers."""
+"""Tests complete runs with a pretrained model of 135M parameters: learning, predicted memory, resume and generation."""
 
 import json
 
@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture
 def trained(model, tmp_path):
-    """(lines) -> (summary, run folder), with the real model."""
+    """Returns a function that trains the pretrained model: (lines) -> (summary, run folder)."""
 
     def run(*lines, folder="run"):
         return fitted(model, tmp_path / folder, *lines), tmp_path / folder
@@ -38,7 +38,7 @@ def weights(run):
     return load_file(run / "model" / "model.safetensors")
 
 
-def test_only_the_answers_of_its_own_template_are_in_the_loss(model, tmp_path):
+def test_loss_of_a_chat_model_counts_only_the_answers_in_its_own_template(model, tmp_path):
     lines = ("model=hf", f"model.name={model}", *CHATS, "data.packing=padded", "batch_size=4", f"cache_dir={tmp_path}")
     data = build.data(run_of(lines))
     tokenizer, records = data.tokens.tokenizer, (ROOT / "examples" / "chat.jsonl").read_text().splitlines()
@@ -53,17 +53,17 @@ def test_only_the_answers_of_its_own_template_are_in_the_loss(model, tmp_path):
         assert found and found <= answers and not found & (said - answers)
 
 
-def test_an_adapter_learns_what_is_held_out(trained):
+def test_adapter_training_lowers_the_validation_loss_of_a_pretrained_model(trained):
     before, _ = trained(*CHATS, "max_steps=1", "lr=1e-12")
     after, _ = trained(*CHATS, "adapter=lora", "lr=1e-3", "max_steps=25", "precision=bf16")
     assert after["val_loss"] < 0.75 * before["val_loss"]  # 2.4 before; 1.5 after 25 steps
 
 
-def test_dpo_moves_the_margin_of_held_out_pairs(trained):
+def test_dpo_raises_the_margin_and_accuracy_of_held_out_pairs(trained):
     before, _ = trained(*PAIRS, "loss=dpo", "max_steps=1", "lr=1e-12")
     after, _ = trained(*PAIRS, "loss=dpo", "adapter=lora", "lr=1e-3", "max_steps=15", "precision=bf16")
     margins = [summary["validation"][0]["margin"] for summary in (before, after)]
-    assert abs(margins[0]) < 1e-4 and margins[1] > 0.1  # before, a rounding error of sums of 100 log-probabilities
+    assert abs(margins[0]) < 1e-4 and margins[1] > 0.1  # before training only a rounding error of sums of 100 terms
     assert after["validation"][0]["accuracy"] > 0.6
 
 
@@ -71,7 +71,7 @@ STREAMED = ("precision=bf16-master", "weights=streamed", "gradient_checkpointing
 
 
 @pytest.mark.parametrize("lines", [("precision=bf16",), STREAMED], ids=["bf16", "streamed"])
-def test_a_resume_in_the_middle_of_learning_has_the_same_bits(trained, lines):
+def test_resumed_run_of_a_pretrained_model_equals_the_unbroken_run_bit_by_bit(trained, lines):
     lines = (*CHATS, *lines, "lr=1e-4", "max_steps=4", "scheduler=constant")
     whole, at_once = trained(*lines, folder="at_once")
     trained(*lines, "max_steps=2", folder="part")
@@ -81,7 +81,7 @@ def test_a_resume_in_the_middle_of_learning_has_the_same_bits(trained, lines):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_training_without_a_change_leaves_the_answer(trained, model, command, capsys):
+def test_training_with_a_negligible_lr_does_not_change_the_generated_answer(trained, model, command, capsys):
     """A learning rate of 1e-30 is below the last bit of every weight."""
     _, run = trained(*CHATS, "max_steps=1", "lr=1e-30", "optim=sgd")
     capsys.readouterr()
@@ -96,7 +96,7 @@ def test_training_without_a_change_leaves_the_answer(trained, model, command, ca
     [("precision=32",), ("precision=bf16", "adapter=lora"), (*STREAMED, "loss=tiled")],
     ids=["fp32", "lora", "streamed"],
 )
-def test_predicted_peaks_of_a_tied_vocabulary(trained, text_folder, lines):
+def test_peak_memory_of_a_pretrained_model_is_predicted_within_0_2_percent(trained, text_folder, lines):
     data = ("data=text", f"data.path={text_folder}", "seq_len=128")  # full rows, which a prediction assumes
     summary, _ = trained(*data, *lines, "max_steps=2", "plan=check")
     assert summary["predicted"]["allocated"] == pytest.approx(summary["peak_bytes"]["device"], rel=2e-3)

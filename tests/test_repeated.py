@@ -1,4 +1,4 @@
-"""Tests that repeated.py finds code that stands twice, and only such code."""
+"""Tests that repeated.py finds repeated code, and only repeated code."""
 
 import pytest
 
@@ -36,7 +36,7 @@ FORMATTED = 'def told(a):\n    a = f"{a}"\n    b = f"{a:>{a}}"\n    c = b + f"c"
 
 @pytest.fixture
 def found(tmp_path):
-    """(text of a.py, text of b.py) -> the pairs of places that the two files share."""
+    """Returns a function: (text of a.py, text of b.py) -> the pairs of places with equal code."""
 
     def write(first, second):
         for name, source in (("a.py", first), ("b.py", second)):
@@ -46,12 +46,12 @@ def found(tmp_path):
     return write
 
 
-def test_copied_function_is_found_by_text_only(found, tmp_path):
+def test_function_copied_to_another_file_is_found_as_repeated_text(found, tmp_path):
     pair = f"{tmp_path}/a.py:2-9 ~ {tmp_path}/b.py:4-11"
     assert found(FUNCTION, f"x = 1\n\n{FUNCTION}") == {"text": [pair], "shape": []}
 
 
-def test_function_with_other_names_is_found_by_shape(found, tmp_path):
+def test_function_copied_with_other_names_is_found_as_repeated_shape(found, tmp_path):
     assert found(FUNCTION, RENAMED) == {"text": [], "shape": [f"{tmp_path}/a.py:2-9 ~ {tmp_path}/b.py:2-10"]}
 
 
@@ -59,8 +59,8 @@ def test_function_copied_within_a_file_is_found_once(found, tmp_path):
     assert found(FUNCTION * 2, "") == {"text": [f"{tmp_path}/a.py:2-9 ~ {tmp_path}/a.py:11-18"], "shape": []}
 
 
-def test_formatted_strings_are_placeholders_in_a_shape(found):
-    """Python 3.12 and later divide a formatted string into several tokens."""
+def test_functions_that_differ_only_in_formatted_strings_have_equal_shapes(found):
+    """Python 3.12 and later split a formatted string into several tokens."""
     other = FORMATTED.replace('f"{a:>{a}}"', 'f"{a}, {a}"').replace('f"c"', '"c"')
     assert [len(pairs) for pairs in found(FORMATTED, other).values()] == [0, 1]
 
@@ -74,12 +74,12 @@ def test_formatted_strings_are_placeholders_in_a_shape(found):
         pytest.param(ROWS, ROWS.replace("row(", "line("), id="rows of a table"),
     ],
 )
-def test_places_that_share_little_code_are_not_reported(found, first, second):
+def test_places_that_share_little_code_are_not_reported_as_repeated(found, first, second):
     assert found(first, second) == {"text": [], "shape": []}
 
 
 @pytest.mark.parametrize(("most", "code"), [(0, 1), (1, 0)])
-def test_more_pairs_than_the_bound_are_an_error(found, tmp_path, most, code, capsys):
+def test_more_repeated_places_than_the_bound_set_the_exit_code(found, tmp_path, most, code, capsys):
     found(FUNCTION, FUNCTION)
     assert main(str(tmp_path), f"--most={most}") == code
     assert f"share {LEAST} lines or more: 1 by text, 0 by shape." in capsys.readouterr().out

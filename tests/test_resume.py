@@ -1,4 +1,5 @@
-"""Stopped anywhere and resumed, a run is the unbroken run bit for bit: every optimizer, every precision, dropout on."""
+"""Tests that a run that is stopped anywhere and resumed equals the unbroken run bit by bit, for every optimizer and
+every precision, with dropout."""
 
 import pytest
 
@@ -16,13 +17,13 @@ EVERY = [
 ]
 EACH = [pytest.param(t, marks=pytest.mark.matrix if t in COMPILED else []) for t in EVERY]
 
-# 12 sequences, one per micro-batch, five micro-batches per window: 5, 5 and a short 2; a resume must find them again.
+# 12 sequences, one per micro-batch, and five micro-batches per window: the windows of an epoch have 5, 5 and 2.
 SEQUENCES, WINDOWS = 12, [5, 5, 2, 5, 5, 2, 5]
 RUN = (
     *("accumulation=fixed", "accumulation.batches=5", "batch_size=1", f"max_steps={len(WINDOWS)}", "save_every=1"),
     *("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1", "lr=1e-2", "val_sequences=1"),
 )
-# (windows completed, micro-batches of the next one done) when the process dies
+# (completed windows, completed micro-batches of the next window) when the process dies
 DEATHS = {
     "after micro-batch 1": (1, 1),
     "after micro-batch 1 of the short window": (2, 1),
@@ -34,12 +35,13 @@ DEATHS = {
 
 
 class Died(Exception):
-    """As a process dies: without a word to anyone."""
+    """Raised where the process dies."""
 
 
 @pytest.fixture
 def life(fit, monkeypatch):
-    """(name, technique, resume, death) -> everything a checkpoint holds; `consumed` gets each window's sequences."""
+    """Returns a function that trains until the run dies or ends. It appends the sequences of each window to `consumed`,
+    and returns the run folder."""
     from lowmem.data.packing import Joined
 
     monkeypatch.setattr(Joined, "__len__", lambda self: min(self.count, SEQUENCES))
@@ -113,8 +115,10 @@ def test_run_killed_six_times_without_a_compiler_equals_the_unbroken_run(life, t
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("forgotten", ["random states", "optimizer"])
-def test_resume_that_forgets_random_states_or_optimizer_is_caught(life, tmp_path, monkeypatch, forgotten):
-    """The deliberately wrong variants."""
+def test_resume_without_random_states_or_optimizer_state_gives_different_weights(
+    life, tmp_path, monkeypatch, forgotten
+):
+    """Wrong on purpose: random states or optimizer state are not restored."""
     from lightning.pytorch.trainer.connectors import checkpoint_connector
 
     unbroken = []
@@ -139,7 +143,7 @@ ON_A_CARD["optim=paged_adamw8bit"] = ["model.architecture.n_embd=256"]
 @pytest.mark.parametrize("forgetful", [False, True])
 @pytest.mark.parametrize("technique", ON_A_CARD)
 def test_resumed_run_equals_the_unbroken_run(fit, tmp_path, monkeypatch, deterministic, technique, forgetful, device):
-    """With dropout, whose masks the device draws; forgetful: its random state is not restored."""
+    """With dropout masks that the device draws. Wrong on purpose (forgetful): its random state is not restored."""
     lines = (technique, *RUN, *ON_A_CARD[technique], f"device={device}")
     _, whole = fit(*lines, folder="whole")
     fit(*lines, "max_steps=3", f"scheduler.total_steps={len(WINDOWS)}", folder="part")

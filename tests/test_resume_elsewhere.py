@@ -1,7 +1,7 @@
-"""A run goes on with another strategy and another number of processes: to the bit what it reads, and then as before.
+"""Tests runs that are resumed with another strategy or another number of processes.
 
-Every reader writes what it has read before its first step; that is compared with what was saved. Then it trains on the
-same rows: in fp64, so that nothing but the order of sums differs from the unbroken run.
+Every resumed run saves its state before its first step, and this state must equal the checkpoint bit by bit. Then the
+run trains on equal rows in fp64, so only the order of sums differs from the unbroken run.
 """
 
 import pytest
@@ -17,9 +17,9 @@ from same import same
 
 pytestmark = pytest.mark.process
 
-TOGETHER = 12  # rows of a window, of all processes
+TOGETHER = 12  # rows of a window, in all processes together
 NEAR = 1e-9
-ROWS = f"batch_size={TOGETHER}"  # where all read the same
+ROWS = f"batch_size={TOGETHER}"  # if all processes read the same rows
 STEPS, AFTER = 4, 2
 RUN = (
     *(in_float64.LINE, "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3", "clip=0.5", "scheduler=cosine"),
@@ -30,7 +30,7 @@ WRITERS = {"one": ("auto", 1), "fsdp": ("fsdp", 2)}
 
 @pytest.fixture(scope="module")
 def lines(small):
-    """(strategy, processes, more) -> what is typed."""
+    """Returns a function: (strategy, number of processes, further overrides) -> all overrides."""
 
     def typed(strategy, size, *more):
         ours = {key(line): line for line in (f"strategy={strategy}", f"batch_size={TOGETHER // size}", *RUN, *more)}
@@ -41,7 +41,8 @@ def lines(small):
 
 @pytest.fixture(scope="module")
 def written(lines, tmp_path_factory):
-    """Unbroken runs of one process and of two, by name; and what two make of a few other lives, by folder."""
+    """Runs unbroken runs of one and of two processes, and resumed and failing runs. Returns the folder of all runs, and
+    the answers of the ranks by run."""
     base = tmp_path_factory.mktemp("written")
     live(Job(lines("auto", 1), base / "one"))
     saved = {name: f"resume={base / name / 'checkpoints' / f'step-{AFTER:08d}.ckpt'}" for name in WRITERS}
@@ -60,7 +61,7 @@ def written(lines, tmp_path_factory):
 
 
 def state_of(path):
-    """Returns the content of a checkpoint, each tensor in full and by its name, whichever form it has."""
+    """Returns the content of a checkpoint file or folder: full tensors by name, and everything else."""
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(path)
     (optimizer,) = content["optimizer_states"]
     if path.is_dir():
@@ -104,7 +105,7 @@ def test_checkpoint_read_by_another_strategy_is_identical_and_training_continues
     here, rest_here = state_of(at(reads, AFTER))
     assert same(there, here) and same(rest, rest_here)
     assert at(reads, AFTER).is_dir() == reader.split(" to ")[1].startswith("fsdp")
-    assert len(there) > 3 * 20  # weights, and two moments of each
+    assert len(there) > 3 * 20  # weights, and two moments per weight
     (ends, _), (unbroken, _) = state_of(at(reads, STEPS)), state_of(at(base / "one", STEPS))
     assert furthest(ends, unbroken) < NEAR
     exported = [load_file(run / "model" / "model.safetensors") for run in (reads, base / "one")]
@@ -112,8 +113,8 @@ def test_checkpoint_read_by_another_strategy_is_identical_and_training_continues
 
 
 @pytest.mark.wrong
-def test_resume_without_the_optimizer_state_is_caught(written, lines):
-    """The deliberately wrong variant."""
+def test_resume_without_the_optimizer_state_ends_far_from_the_unbroken_run(written, lines):
+    """Wrong on purpose: the optimizer state of the checkpoint is dropped."""
     base, _ = written
     live(Job(lines("auto", 1, f"resume={at(base / 'fsdp', AFTER)}"), base / "forgot", ("forgets state",)))
     assert furthest(state_of(at(base / "forgot", STEPS))[0], state_of(at(base / "one", STEPS))[0]) > 1e3 * NEAR
@@ -147,8 +148,10 @@ def test_failed_export_of_one_rank_fails_on_all_ranks(written):
 
 
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline"])
-def test_shards_of_tensor_parallel_and_pipeline_are_exchanged_with_fsdp(written, lines, tmp_path, strategy):
-    """Parts of layers, of which some lie in another order than in the model, and whole blocks on each."""
+def test_tensor_parallel_and_pipeline_exchange_checkpoints_with_fsdp_without_changes(
+    written, lines, tmp_path, strategy
+):
+    """Tensor parallelism divides layers, some of them in another order than in the model; a pipeline divides blocks."""
     base, _ = written
     there, here, back = (tmp_path / name for name in ("there", "here", "back"))
     jobs = [
@@ -170,7 +173,7 @@ def test_shards_of_tensor_parallel_and_pipeline_are_exchanged_with_fsdp(written,
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["16", "bf16-sr"])
 def test_resume_with_the_same_number_of_ranks_is_bit_exact(lines, tmp_path, strategy, precision):
-    """Dropout, numbers that are rounded at random and the loss scale included: to the bit, as typed by a user."""
+    """Including dropout, stochastic rounding and the loss scale."""
     drops = ("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1")
     typed = [line for line in lines(strategy, 2, *drops, f"precision={precision}") if line != in_float64.LINE]
     whole, again = tmp_path / "whole", tmp_path / "again"
@@ -191,7 +194,7 @@ def test_resume_with_the_same_number_of_ranks_is_bit_exact(lines, tmp_path, stra
     assert not same(state_of(at(whole, AFTER))[0], state_of(at(tmp_path / "other", AFTER))[0])
 
 
-def test_checkpoint_moves_from_two_to_three_ranks_and_back(written, lines, tmp_path):
+def test_checkpoint_resumed_with_three_ranks_and_then_with_two_is_read_without_changes(written, lines, tmp_path):
     base, _ = written
     at_once, resume = ("saves at once",), f"resume={at(base / 'fsdp', AFTER)}"
     three = several(3, Job(lines("fsdp", 3, resume), tmp_path / "three", at_once))

@@ -1,7 +1,8 @@
-"""Proof 2 of a technique: what it declares to save it saves, counted on the live tensors of a run.
+"""Tests that each technique saves the memory that it declares, measured in live tensors of a run.
 
-Generated from conf/: a yaml declares which share of the shipped run's bytes is left, at most. Weights, gradients and
-state are looked at where they are large beside the activations (`WIDE`), activations where it is the other way round.
+Generated from conf/: a yaml declares the largest share of the default run's bytes that remains. Weights, gradients and
+optimizer state are measured in a run in which they are large relative to activations (`WIDE`), and activations in a run
+in which activations are large (`LONG`).
 """
 
 import pytest
@@ -15,7 +16,7 @@ from parity import CHOICES, SIBLINGS, shipped_but
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
 LONG = ("model.architecture.n_layer=8", "model.architecture.vocab_size=1024", "seq_len=128", "batch_size=8")
 SHAPES = {"weights": WIDE, "gradients": WIDE, "optimizer": WIDE, "activations": LONG}
-# The yardsticks, and what moves or changes bytes that nobody counts here: each with the reason.
+# Defaults, to which the others are compared, and choices whose savings are not measured here: each with the reason.
 SAVES_NOTHING = {
     "precision=32": "the yardstick",
     "optim=adamw": "the yardstick",
@@ -34,19 +35,21 @@ SAVES_NOTHING = {
 
 @pytest.fixture(scope="module")
 def known():
-    """(shape, technique and what was changed in it) -> bytes by category at the highest point of a run."""
+    """Returns a cache: (shape, overrides) -> bytes by category at the peak of a run."""
     return {}
 
 
 @pytest.fixture
 def held_bytes(fit, known):
-    """(shape, overrides) -> bytes by category."""
+    """Returns a function: (shape, overrides) -> bytes by category at the peak of a run."""
 
     def run(shape, *lines):
         if (shape, lines) not in known:
             typed = {line.split("=")[0] for line in lines}
             beside = [line for line in shape if line.split("=")[0] not in typed]
-            with torch.compiler.set_stance("force_eager"):  # to generate code takes seconds, and changes no state
+            with torch.compiler.set_stance(
+                "force_eager"
+            ):  # generating code takes seconds, and does not change the state
                 summary, _ = fit("max_steps=2", "clip=null", *beside, *lines)
             known[shape, lines] = summary["peak_bytes_by_category"]
         return known[shape, lines]
@@ -55,7 +58,7 @@ def held_bytes(fit, known):
 
 
 def too_much(held_bytes, saves, *lines):
-    """Categories of which more is left than `saves` says: category -> share of the shipped run's bytes."""
+    """Returns the categories of which more remains than `saves` declares, with the share of the default run's bytes."""
     left = {kind: held_bytes(SHAPES[kind], *lines)[kind] / held_bytes(SHAPES[kind])[kind] for kind in saves}
     return {kind: share for kind, share in left.items() if share > saves[kind]}
 
@@ -91,8 +94,8 @@ IDLE = {
 @pytest.mark.wrong
 @pytest.mark.matrix_rows(*shipped_but("precision=16-master", "loss=chunked", "optim=adafactor"))
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
-def test_technique_that_does_nothing_is_caught(held_bytes, technique):
-    """The deliberately wrong variant of every technique: the yardstick of its group under its declaration."""
+def test_technique_that_does_nothing_saves_less_than_declared(held_bytes, technique):
+    """Wrong on purpose: the default choice of the group, measured against the declaration of the technique."""
     group, name = technique.split("=")
     saves = techniques(group)[name].saves
     found = too_much(held_bytes, saves, *IDLE[group])

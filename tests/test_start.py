@@ -1,4 +1,5 @@
-"""The same seed is the same start, whatever else is typed: a comparison compares techniques, not initialisations."""
+"""Tests that the initial weights depend on the seed only, so that a comparison of techniques does not compare
+initializations."""
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ OPTIMIZERS = [yaml.stem for yaml in sorted((CONF / "optim").glob("*.yaml"))]
 
 
 class Started(Exception):
-    """A run that got as far as its first step."""
+    """Raised when a run has built its model."""
 
 
 @pytest.fixture
 def start(fit, monkeypatch):
-    """(overrides) -> the weights with which a run would begin."""
+    """Returns a function: (overrides) -> the initial weights of a run."""
     kept = []
 
     def keep(cfg, output_dir, data, module, *_):
@@ -26,7 +27,7 @@ def start(fit, monkeypatch):
     monkeypatch.setattr("lowmem.training.training._assembled", keep)
 
     def run(*overrides):
-        torch.rand(len(kept) + 1)  # whatever was drawn before
+        torch.rand(len(kept) + 1)  # earlier random numbers must not matter
         with pytest.raises(Started):
             fit(*overrides)
         return kept.pop()
@@ -40,7 +41,7 @@ def same(ours, shipped):
 
 @pytest.mark.rows("16-master")
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_start_weights_do_not_depend_on_precision_or_plan(start, precision):
+def test_initial_weights_do_not_depend_on_precision_or_plan(start, precision):
     shipped = start()
     assert not same(start("seed=1"), shipped)
     assert same(start(f"precision={precision}"), shipped)
@@ -49,17 +50,17 @@ def test_start_weights_do_not_depend_on_precision_or_plan(start, precision):
 
 @pytest.mark.usefixtures("as_with_compiler")
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_start_weights_do_not_depend_on_the_optimizer(start, optim):
+def test_initial_weights_do_not_depend_on_the_optimizer(start, optim):
     assert same(start(f"optim={optim}"), start())
 
 
-def test_start_weights_do_not_depend_on_the_probe_of_an_optimizer_state(start):
-    """The probe of lion8bit's state once drew from the generator that the weights come from."""
+def test_initial_weights_do_not_depend_on_the_probe_of_the_optimizer_state(start):
+    """The probe of lion8bit's state draws random numbers."""
     assert same(start("precision=bf16-master", "optim=lion8bit", "plan=check"), start())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_drawn_in_fp32_do_not_depend_on_the_dtype(dtype):
+def test_initial_weights_drawn_in_fp32_do_not_depend_on_the_dtype(dtype):
     def weight(dtype):
         torch.manual_seed(0)
         return torch.nn.init.xavier_uniform_(torch.empty(300, 32, dtype=dtype))

@@ -1,4 +1,4 @@
-"""`make test` runs units and seams, and shards together run each test once."""
+"""Tests the marks of the test suite: `make test` runs units and seams, and shards together run each test once."""
 
 import re
 
@@ -83,14 +83,14 @@ def test_other_program(): subprocess.run(["true"], check=True)
 
 @pytest.fixture(scope="module")
 def make_test():
-    """The choice of marks that `make test` types."""
+    """Returns the expression of marks in the command of `make test`."""
     (line,) = re.findall(r"^FIRST = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     return line
 
 
 @pytest.fixture
 def chosen(pytester):
-    """(arguments) -> the tests that pytest collects, or what it says in their place."""
+    """Returns a function: (arguments) -> the tests that pytest collects, or its output if it fails."""
 
     def collect(*arguments, tests=TESTS):
         pytester.makepyfile(tests)
@@ -101,11 +101,11 @@ def chosen(pytester):
     return collect
 
 
-def test_make_test_runs_units_and_seams(chosen, make_test):
+def test_make_test_selects_only_units_and_seams(chosen, make_test):
     assert chosen("-m", make_test) == FIRST
 
 
-def test_shards_are_disjoint_and_complete(chosen):
+def test_shards_of_the_test_suite_are_disjoint_and_complete(chosen):
     first, second, every = chosen("--shard=1/2"), chosen("--shard=2/2"), chosen()
     assert len(every) == 19 and every > FIRST and first | second == every and not first & second
 
@@ -113,7 +113,7 @@ def test_shards_are_disjoint_and_complete(chosen):
 @pytest.mark.parametrize(
     "rows", ['rows("renamed")', 'rows("a")\n@pytest.mark.rows("b")', 'rows("a")\n@pytest.mark.matrix']
 )
-def test_rows_without_a_seam_are_refused(chosen, rows):
+def test_rows_mark_that_selects_no_row_for_make_test_is_refused(chosen, rows):
     changed = TESTS.replace('rows("a")', rows)
     assert "rows(...) of test_one, test_wrong leaves no row" in re.sub(r"\S+::", "", chosen(tests=changed))
 
@@ -123,7 +123,7 @@ def test_invalid_shard_is_refused(chosen):
 
 
 def test_unmarked_test_that_starts_a_process_fails(pytester, monkeypatch):
-    """In a process of its own: an audit hook stays until its process ends."""
+    """In a separate process, because an audit hook cannot be removed."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     pytester.makepyfile(PROCESSES)
     result = pytester.runpytest_subprocess("-p", "tiers", "-q", "-W", "ignore")

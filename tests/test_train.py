@@ -1,4 +1,4 @@
-"""`python train.py` as people type it: what it leaves, and how it says no."""
+"""Tests `python train.py`: the files that it writes, and its error messages."""
 
 import csv
 import json
@@ -61,7 +61,7 @@ def test_run_leaves_its_documented_files(command, tmp_path):
     assert "Traceback" not in said
 
 
-def test_exported_model_equals_the_trained_weights(command, tmp_path):
+def test_exported_model_has_the_weights_of_the_last_checkpoint_and_a_matching_tokenizer(command, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert command()[0] == 0
@@ -79,7 +79,7 @@ def test_exported_model_equals_the_trained_weights(command, tmp_path):
 @pytest.mark.rows("adamw-32", "adafactor-bf16", "adam8bit-16")
 @pytest.mark.parametrize("precision", ["32", "16", "bf16"])
 @pytest.mark.parametrize("optim", ["adamw", "adam8bit", "adafactor"])
-def test_precision_and_optim_work_on_the_command_line(command, tmp_path, precision, optim):
+def test_run_with_typed_precision_and_optim_completes_all_steps(command, tmp_path, precision, optim):
     code, said = command(f"precision={precision}", f"optim={optim}")
     assert code == 0, said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -99,7 +99,7 @@ def test_precision_and_optim_work_on_the_command_line(command, tmp_path, precisi
         "logger=none",
     ],
 )
-def test_choices_of_the_remaining_groups_work_on_the_command_line(command, tmp_path, choice):
+def test_run_with_a_typed_choice_of_another_group_completes_all_steps(command, tmp_path, choice):
     code, said = command(choice)
     assert code == 0, said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
@@ -145,7 +145,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
-def test_invalid_command_prints_one_line_and_leaves_no_folder(command, tmp_path, arguments):
+def test_invalid_command_is_refused_with_a_message_and_leaves_no_run_folder(command, tmp_path, arguments):
     places = {name: tmp_path / name for name in ("tiny", "empty", "truncated", "foreign")}
     places["tiny"].write_text("a few words")
     places["empty"].mkdir()
@@ -160,7 +160,7 @@ def test_invalid_command_prints_one_line_and_leaves_no_folder(command, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_debug_shows_the_traceback_of_a_refusal(command):
+def test_debug_true_shows_the_traceback_of_a_refusal(command):
     code, said = command("device=cuda", "debug=true")
     assert code == 1 and "Traceback" in said and "Refused" in said
 
@@ -186,7 +186,7 @@ def test_out_of_memory_error_lists_memory_by_category_and_advice(command, monkey
     def too_much(model, batch):
         model(**batch.inputs).logits.sum()
         if model.training:
-            torch.empty(2**60)  # more than any host has: the allocator's own error
+            torch.empty(2**60)  # more than any host has, so the allocator raises
         return torch.zeros(())
 
     monkeypatch.setattr(cross_entropy, "full", too_much)
@@ -223,7 +223,7 @@ def test_run_restores_the_signal_handlers(command):
 
 @pytest.mark.process
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_a_summary(small, tmp_path):
-    """A real process and a real signal."""
+    """With a separate process and a real signal."""
     arguments = [*(a for a in small if not a.startswith("max_steps")), "max_steps=100000", f"hydra.run.dir={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, "train.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -247,7 +247,7 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_and_a_summary(small, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32", "bf16", "16-master"])
-def test_on_a_card_a_run_has_prediction_peak_and_exported_model(fit, precision):
+def test_run_on_a_card_has_a_prediction_a_peak_and_an_exported_model(fit, precision):
     summary, run = fit(f"precision={precision}", "device=cuda", "plan=check", "sample_tokens=8", "val_every=2")
     assert summary["steps"] == 4 and summary["device"] == torch.cuda.get_device_name()
     assert summary["predicted"]["reserved"] > 0 and summary["peak_bytes"]["device"] > 0

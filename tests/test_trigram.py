@@ -1,4 +1,4 @@
-"""The byte-trigram model against sources whose entropy is known."""
+"""Tests the byte-trigram model with sources of known entropy."""
 
 import numpy as np
 import pytest
@@ -7,19 +7,19 @@ from benchmarks.trigram import PRIOR, trigram_bits_per_byte
 pytestmark = pytest.mark.docs
 
 
-def test_fixed_cycle_has_no_entropy():
+def test_trigram_model_needs_almost_no_bits_for_a_repeating_sequence():
     assert trigram_bits_per_byte([b"abcd" * 5000], [b"abcd" * 500]) < 0.01
 
 
 @pytest.mark.parametrize("symbols", [2, 16])
-def test_independent_symbols_cost_their_entropy(symbols):
+def test_trigram_model_needs_the_entropy_of_independent_symbols(symbols):
     draw = np.random.default_rng(0)
     train, val = (draw.integers(0, symbols, n, dtype=np.uint8).tobytes() for n in (400_000, 50_000))
     assert trigram_bits_per_byte([train], [val]) == pytest.approx(np.log2(symbols), abs=0.02)
 
 
-def test_second_order_source_needs_a_trigram_model():
-    """c = a xor b with a tenth of noise: nothing is known from b alone."""
+def test_trigram_model_needs_the_entropy_of_a_second_order_source():
+    """c = a xor b with a tenth of noise: b alone says nothing about c."""
     draw = np.random.default_rng(0)
 
     def source(n):
@@ -33,7 +33,7 @@ def test_second_order_source_needs_a_trigram_model():
     assert trigram_bits_per_byte([source(100_000)], [source(20_000)]) == pytest.approx(entropy, abs=0.02)
 
 
-def test_unseen_bytes_cost_what_the_prior_leaves():
-    """Nothing of 128..255 was seen: every order falls back to 1/256 of PRIOR observations among 1000."""
+def test_trigram_model_needs_the_bits_of_its_prior_for_unseen_bytes():
+    """Bytes 128 to 255 do not occur in the training text, so every order falls back to 1/256 of PRIOR observations."""
     expected = -np.log2((PRIOR / 256) / (1000 - 2 + PRIOR))
     assert trigram_bits_per_byte([b"a" * 1000], [bytes(range(128, 256))]) == pytest.approx(expected)

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 
 def one_of(*strategies):
-    """Each as often as any other, of whatever kind it is."""
+    """Returns a strategy that draws from each given strategy equally often."""
     return st.sampled_from(strategies).flatmap(lambda strategy: strategy)
 
 
 def outcomes(outcome, strategies, folder, cases, again=False):
-    """Count what `outcome(folder, *drawn)` returns in so many cases, each of which begins with an empty folder.
+    """Counts the results of `outcome(folder, *drawn)`. Each case begins with an empty folder.
 
     Args:
-        again: draw other cases each time.
+        cases: number of cases.
+        again: whether to draw other cases in each call.
     """
     counted = Counter()
 
@@ -26,7 +27,7 @@ def outcomes(outcome, strategies, folder, cases, again=False):
         derandomize=not again,
         database=None,
         deadline=timedelta(seconds=30),
-        phases=[Phase.generate],  # to make a failing case smaller takes minutes
+        phases=[Phase.generate],  # shrinking a failing case takes minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(st.tuples(*strategies))

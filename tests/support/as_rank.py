@@ -1,5 +1,5 @@
-"""This process in the place of each of several, one after the other: torch's fake group answers at once, and sends
-nothing. What processes save together is done here as `torch.distributed.checkpoint.save` does it."""
+"""Lets this process act as each rank of a group in turn, with torch's fake process group, whose collectives send
+nothing. `saved_by` writes a checkpoint of several ranks in the steps of `torch.distributed.checkpoint.save`."""
 
 from contextlib import contextmanager
 
@@ -15,7 +15,11 @@ from lowmem.system.torch_private import FakeStore
 
 @contextmanager
 def as_rank(rank, size, *names):
-    """Args: names: of its mesh. torch keeps by them what it finds out, so ranks of equal meshes need other ones."""
+    """Enters a fake process group as `rank` and yields its device mesh.
+
+    Args:
+        names: dimension names of the mesh. torch caches by these names, so ranks of equal meshes need different names.
+    """
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (size,), mesh_dim_names=names or None)
@@ -24,7 +28,8 @@ def as_rank(rank, size, *names):
 
 
 def part_of(whole, mesh, dim=0):
-    """Its rows (or columns) that are of this rank: an uneven division gives the last less, or nothing."""
+    """Returns the rows (or columns) of a tensor that belong to this rank. The last ranks may have fewer rows or
+    none."""
     pieces = whole.chunk(mesh.size(), dim) if whole.dim() else ()
     mine = mesh.get_local_rank()
     empty = whole.narrow(dim, 0, 0)
@@ -33,7 +38,7 @@ def part_of(whole, mesh, dim=0):
 
 
 def saved_by(size, folder, tensors, content=None, dim=0):
-    """A checkpoint folder as `size` ranks leave it, each of which has a part of every tensor that is not a number."""
+    """Writes the checkpoint folder of `size` ranks. Each rank has a shard of every tensor that is not a scalar."""
     folder.mkdir(parents=True)
     planners, plans, results = [], [], []
     for rank in range(size):

@@ -1,4 +1,4 @@
-"""A page in a real browser of any width, through the pipe that Chromium offers for this: no driver, no network."""
+"""Opens a page in Chromium with any width of the window, through its debugging pipe: without a driver or a network."""
 
 import json
 import os
@@ -9,16 +9,16 @@ from pathlib import Path
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"),
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # nothing may come from a network
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # no page may load from a network
 )
 
 
 class Browser:
-    """One page. Args: profile: a folder of its own."""
+    """A browser with one page. Args: profile: a separate folder for the browser's profile."""
 
     def __init__(self, profile: Path) -> None:
         (to_browser, self._out), (self._in, from_browser) = os.pipe(), os.pipe()
-        # Chromium reads from 3 and writes to 4, whichever numbers the pipes have here
+        # Chromium reads from descriptor 3 and writes to descriptor 4
         command = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
         self._process = subprocess.Popen(
             ["bash", "-c", command, CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
@@ -35,7 +35,7 @@ class Browser:
             self._ask(f"{domain}.enable")
 
     def open(self, page: Path, width: int, height: int = 1000, dark: bool = False) -> None:
-        """Drawn when this returns."""
+        """Opens a page, and returns when it is drawn."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -57,7 +57,7 @@ class Browser:
         self.run(f"new Promise((done) => {{ {loaded} }}).then(() => new Promise((done) => setTimeout(done, 400)))")
 
     def close(self) -> None:
-        os.close(self._out)  # it ends with its pipe
+        os.close(self._out)  # Chromium exits when its pipe is closed
         os.close(self._in)
         self._process.wait(30)
 

@@ -1,4 +1,5 @@
-"""A command as typed, in a process of its own, that wants a folder at the same moment as others, and trains nothing."""
+"""Runs a command in a separate process that claims its output folder at the same time as other processes, without
+training."""
 
 import os
 import sys
@@ -7,7 +8,12 @@ from pathlib import Path
 
 
 def live(root: str, cwd: str, arguments: list[str], together, number: int, claims: bool) -> None:
-    """Args: together: the barrier at which all wait for each other; claims: False is the deliberately wrong variant."""
+    """Runs the command.
+
+    Args:
+        together: a barrier of all processes.
+        claims: False is wrong on purpose: the process does not claim its folder.
+    """
     sys.path.insert(0, root)
     os.chdir(cwd)
     os.dup2(os.open(f"said-{number}.txt", os.O_WRONLY | os.O_CREAT), 2)
@@ -31,12 +37,12 @@ def live(root: str, cwd: str, arguments: list[str], together, number: int, claim
 
     if not claims:
         Claim.on_run_start = Claim.on_multirun_start = lambda *_, **__: None
-    hydra.core.utils.datetime = Clock  # all in one second
+    hydra.core.utils.datetime = Clock  # all processes start in the same second
     cli.run = job
     sys.argv = ["train.py", *arguments]
     together.wait(60)
     try:
         cli.start(train.main)
     except SystemExit:
-        together.wait(60)  # no folder is free before all have tried
+        together.wait(60)  # folders stay claimed until all processes have tried
         raise

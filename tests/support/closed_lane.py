@@ -1,9 +1,9 @@
-"""A lane whose memory is closed to the program while a copy is under way, so that whoever is too early dies there.
+"""A lane whose memory is inaccessible to the program during a copy, so that an access that comes too early crashes.
 
-Slots, host blocks and staging memory are mapped twice. A copy runs over the second mapping, as late as it may: when its
-mark is waited for. From its start until then the program's own mapping of what it writes is closed, and of what it
-reads is read-only (`mprotect`). An access that comes too early is a segmentation fault, and `faulthandler` names its
-line. So each case is a process of its own.
+Slots, host blocks and staging memory are mapped twice. A copy uses the second mapping, and runs as late as possible:
+when somebody waits for it. From the start of a copy until then, the program's mapping of the destination is
+inaccessible, and its mapping of the source is read-only (`mprotect`). An access that comes too early is a segmentation
+fault, and `faulthandler` prints its line. So each case runs in a separate process.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import torch
 from lowmem.offload.copy_lanes import AtOnceLane
 
 CLOSED, READ, OPEN = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
-FEW = 4  # buffers that a run has at least: slots, host blocks and staging
+FEW = 4  # minimum number of buffers of a run: slots, host blocks and staging
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -42,7 +42,7 @@ class Memory:
         return cls.known.get(tensor.untyped_storage().data_ptr())
 
     def hidden(self, tensor):
-        """Returns the same part of the second mapping."""
+        """Returns a view of the second mapping at the place of a tensor."""
         start = tensor.storage_offset() * tensor.element_size()
         return self.other[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -55,7 +55,7 @@ class Memory:
 
 
 class Copy:
-    """A copy that runs when somebody waits for it, and after those before it in its direction."""
+    """A copy that runs when somebody waits for it, after all earlier copies in its direction."""
 
     def __init__(self, lane, to, source, before, after):
         self.lane, self.ends, self.before, self.after, self.done = lane, (to, source), before, after, False
@@ -95,7 +95,7 @@ class ClosedLane(AtOnceLane):
 
     def copy(self, to, source, after):
         with self.lock:
-            down = Memory.of(source) is None  # a gradient, which the program has made
+            down = Memory.of(source) is None  # a gradient
             self.last[down] = Copy(self, to.detach(), source.detach(), self.last[down], after)
             return self.last[down]
 
@@ -110,7 +110,8 @@ class ClosedLane(AtOnceLane):
 
 
 class Torch:
-    """torch, whose bytes are two mappings of one memory: host blocks and slots are made of them."""
+    """A stand-in for the module torch, whose `empty` maps uint8 tensors twice. Host blocks and slots use these
+    tensors."""
 
     def __getattr__(self, name):
         return self.empty if name == "empty" else getattr(torch, name)
@@ -121,8 +122,12 @@ class Torch:
 
 
 def live(log, wrong, registers, model, arguments, weights):
-    """Trains in a process of its own. Args: log: a file for the stack of a segmentation fault; wrong: the name of a
-    variant in `races.py`, or None."""
+    """Trains in this process, which is started for it.
+
+    Args:
+        log: file for the stack of a segmentation fault.
+        wrong: name of a wrong variant in `races.py`, or None.
+    """
     import pytest
 
     import races

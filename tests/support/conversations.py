@@ -1,7 +1,7 @@
-"""Twenty conversations with everything that chat templates treat each in their own way.
+"""Twenty conversations with the features that chat templates treat differently.
 
-They are records as a line of `data=chat` holds them: system prompts, several answers, tools and calls, reasoning, an
-empty turn, scripts of all kinds, code, and white space at the ends of contents.
+The conversations are records of `data=chat`: with system prompts, several answers, tools and calls, reasoning, an empty
+turn, several scripts, code, and white space at the ends of contents.
 """
 
 

@@ -1,20 +1,19 @@
-"""Counts the calls for which a training step would wait for a card, on a machine without one.
+"""Counts the calls that would make a training step wait for a card, on a machine without a card.
 
-A card computes beside the host until the host asks for a number that the card may not have computed yet: `.item()`,
+A card computes asynchronously until the host reads a number that the card may not have computed yet: `.item()`,
 `bool(tensor)`, `tensor.tolist()`, or an operator whose output size depends on values (`nonzero`, a boolean index).
-`DeviceReads` is a dispatch mode that sees these calls, and counts those on a tensor of the *device side*.
+`DeviceReads` is a dispatch mode that sees these calls, and counts calls on a tensor of the *device side*.
 
-On a CPU all tensors have the same `device`, so the side is that of the storage. A storage is on the host side if
+On a CPU all tensors have the device "cpu", so each storage is assigned to a side. A storage is on the host side if
 
-- the ledger of the memory meter says so (fp32 masters and their optimizer state), or it was made in `host_side()`,
-- it is staging memory of the link, or the link's own thread made it,
-- the loader made it (moving a window to the device is a copy here, as on a card),
-- it is the step count of an optimizer that is not fused, which torch keeps in host memory on a card, too,
-- or all tensors from which an operator made it are on the host side.
+- the ledger of the memory meter says so (fp32 masters and their optimizer state), or it was made in `host_side()`, - it
+is staging memory of the link, or the link's thread made it, - the loader made it (moving a window to the device is a
+copy here, as on a card), - it is the step count of an optimizer that is not fused (torch keeps this count in host
+memory also with a card), - or all tensors from which an operator made it are on the host side.
 
-Every other storage is on the device side. So a host tensor without a mark is counted, and the test fails, rather than a
-device tensor being missed. Weights and gradients go through staging memory and a thread, as with a card. Not counted
-are waits without a read: for an event, for the link, and for copies from memory that is not pinned.
+Every other storage is on the device side. So an unmarked host tensor makes a test fail, but no device tensor is missed.
+Weights and gradients go through staging memory and a thread, as with a card. Waits without a read are not counted: for
+an event, for the link, and for copies from memory that is not pinned.
 """
 
 import threading
@@ -51,11 +50,12 @@ READS = {
     aten.bincount.default,
 }
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-METHODS = {Tensor.tolist, Tensor.cpu}  # on a CPU these call no operator; a card's tensor has no `numpy()`
+METHODS = {Tensor.tolist, Tensor.cpu}  # on a CPU these methods call no operator; CUDA tensors do not support `numpy()`
 
 
 class Read(NamedTuple):
-    """One read. Args: window: number of the optimizer step; line: module:line of the first frame outside torch."""
+    """A read of a device tensor. Args: window: number of the optimizer step; line: file:line of the caller outside
+    torch."""
 
     window: int
     line: str
@@ -64,11 +64,11 @@ class Read(NamedTuple):
 
 
 class DeviceReads(StorageTracker):
-    """Sees each operator. `window` is None outside of a window, where nothing is counted."""
+    """A dispatch mode that records reads of device tensors. Nothing is recorded while `window` is None."""
 
     def __init__(self) -> None:
         super().__init__({})
-        self.lock = threading.RLock()  # the link's thread is seen, too
+        self.lock = threading.RLock()  # the mode is also active in the link's thread
         self.window: int | None = None
         self.seen: list[Read] = []
 
@@ -111,7 +111,7 @@ def reads_a_number(func: object, args: tuple) -> bool:
 
 
 class Methods(TorchFunctionMode):
-    """Sees methods that copy a tensor to the host without any operator on a CPU."""
+    """A function mode that records methods that copy a tensor to the host, but call no operator on a CPU."""
 
     def __init__(self, reads: DeviceReads) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Methods(TorchFunctionMode):
 
 
 class Lane(AtOnceLane):
-    """A lane whose staging memory is the host's. It registers memory like a card's."""
+    """A lane that marks its staging memory and registered memory as host memory."""
 
     registers = True
 
@@ -143,7 +143,7 @@ class Lane(AtOnceLane):
 
 @contextmanager
 def as_on_a_card() -> Iterator[DeviceReads]:
-    """Counts the reads of a run inside, which copies gradients and weights as on a card."""
+    """Yields the reads of a run in this context. The run copies gradients and weights as on a card."""
     reads = DeviceReads()
     modes = []  # for the link's thread
     window, to, work, begins = WindowLoader._window, MicroBatch.to, StagedLink._work, MemoryMeter.on_train_batch_start

@@ -1,4 +1,4 @@
-"""Splits made by hand."""
+"""Makes splits of token ids for tests."""
 
 import numpy as np
 
@@ -6,7 +6,12 @@ from lowmem.data.token_store import Split
 
 
 def split(*documents, learned=None):
-    """Args: documents: their ids; learned: for each, whether its tokens are learned; None: all are."""
+    """Returns a split.
+
+    Args:
+        documents: token ids of each document.
+        learned: for each document, whether each of its tokens is learned; None: all tokens are learned.
+    """
     ends = np.cumsum([len(document) for document in documents])
     bits = None if learned is None else np.packbits(np.concatenate(learned).astype(bool))
     return Split(np.concatenate(documents).astype(np.uint16), ends, 3 * ends, bits)

@@ -1,4 +1,4 @@
-"""A run in a process of its own that kills itself (SIGKILL: nothing is cleaned up) at a given moment."""
+"""Runs a training in a separate process that kills itself with SIGKILL at a given moment."""
 
 import io
 import os
@@ -13,7 +13,12 @@ def die() -> None:
 
 
 def live(root: str, overrides: list[str], folder: str, moment: tuple[str, int] | None, renames: bool) -> None:
-    """Args: moment: (where, how many times it was passed before); renames: False is the deliberately wrong writer."""
+    """Trains until the moment of the kill.
+
+    Args:
+        moment: (place, number of times that the place is passed before); None: the run is not killed.
+        renames: False is wrong on purpose: checkpoints are written in place, without a final rename.
+    """
     from hydra import compose, initialize_config_dir
 
     from lowmem.fit import fit

@@ -1,4 +1,5 @@
-"""Environments with packages that this one must not have, or does not have: they see its packages behind their own."""
+"""Makes virtual environments with further packages. They also see the packages of this environment, with lower
+priority."""
 
 import os
 import subprocess
@@ -10,11 +11,11 @@ import pytest
 
 
 def python_with(place: Path, *packages: str, variable: str, dependencies: bool = False) -> str:
-    """Returns the Python of an environment with these packages, which is made below `place` and takes a network.
+    """Returns the Python of an environment with these packages. Making it below `place` needs a network.
 
     Args:
-        variable: of the shell, which may name a Python that has them.
-        dependencies: whether to install what they need, as far as it is not here.
+        variable: environment variable that may name a Python with these packages.
+        dependencies: whether to install their dependencies that this environment lacks.
     """
     if given := os.environ.get(variable):
         return given

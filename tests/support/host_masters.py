@@ -1,4 +1,4 @@
-"""Makes the masters of a module without a training."""
+"""Makes the masters of a module without training it."""
 
 from torch import nn
 
@@ -13,7 +13,7 @@ def made(
     precision: BasePrecision | None = None,
     weights: WeightsOnDevice | None = None,
 ) -> MasterWeights:
-    """Returns the callback after it has made the masters of a module's parameters."""
+    """Returns the callback `MasterWeights`, which has made the masters of the module's parameters."""
     callback = MasterWeights()
     callback.connect(precision or BFloat16Master(), weights or WeightsOnDevice())
     callback.make(module)

@@ -1,4 +1,4 @@
-"""Reads how much memory a test takes: of the process, and of live tensors."""
+"""Measures the memory of a test: resident memory of the process, and live tensors."""
 
 import ctypes
 import gc
@@ -16,25 +16,25 @@ linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc
 
 
 def resident(kind):
-    """Bytes of this process: RssAnon (its own memory) or RssFile (pages of mapped files)."""
+    """Returns the resident bytes of this process. Args: kind: RssAnon (anonymous memory) or RssFile (mapped files)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
     return int(line.split()[1]) * 1024
 
 
 def mapped_from(size):
-    """Bytes of an allocation that is not taken from the heap (glibc)."""
+    """Sets the size in bytes from which glibc maps allocations instead of taking them from the heap."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, size)  # M_MMAP_THRESHOLD
 
 
 class Highest:
-    """Measures the highest `RssAnon` while it is entered, above that at its start. Tensors come from the system and go
-    back to it: memory that others in this process have freed is not resident, nor is it freed meanwhile."""
+    """Measures the increase of `RssAnon` up to its peak inside the context. The heap is trimmed first, and large
+    tensors are mapped, so that memory freed by earlier tests does not change the result."""
 
     def __enter__(self):
         gc.collect()
-        trim()  # what is free in the heap is taken before anything is mapped, and must not be resident already
+        trim()  # free heap memory is used before new memory is mapped, and must not be resident already
         mapped_from(1 << 18)
         self.rise, self.over, start = 0, threading.Event(), resident("RssAnon")
 
@@ -53,7 +53,7 @@ class Highest:
 
 
 def peak(model, forward, inputs=()):
-    """Live bytes at the highest point of forward and backward, weights and gradients left out."""
+    """Returns the peak of live bytes in forward and backward, without weights and gradients."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     outside = [t for p in [*model.parameters(), *inputs] for t in (p, p.grad) if t is not None]

@@ -1,9 +1,9 @@
 """Checks three rules of the architecture that ruff does not know; `make lint` runs it.
 
-No code compares a value with the name of a technique, or looks for a word in the name of its class: a technique
-declares what others must know of it. No code asks an object by name for what a class of ours offers
-(`hasattr(x, "chat")`): it stands in the base class, with a default. The object of another library is asked with
-`# theirs` behind the line. Two top-level classes never share a name, so that a search for a name finds one class.
+No code compares a value with the name of a technique, or searches the name of its class: a technique declares its
+properties. No code tests whether an object has a member of lowmem's classes (`hasattr(x, "chat")`): the base class has
+the member, with a default. A line that tests an object of another library ends with `# theirs`. Two top-level classes
+never share a name, so that a search for a name finds one class.
 """
 
 import ast
@@ -18,7 +18,7 @@ EVERYWHERE = {"auto"}  # the name of a technique, and a value of many keys
 
 
 def techniques(source: Path, conf: Path) -> set[str]:
-    """Returns the names of all choices of the groups that are rooms of techniques/."""
+    """Returns the names of all choices of the groups that have a folder in techniques/."""
     groups = (room.name for room in (source / "techniques").iterdir() if room.is_dir())
     return {file.stem for group in groups for file in (conf / group).glob("*.yaml")} - EVERYWHERE
 
@@ -57,7 +57,7 @@ def compared(node: ast.AST) -> set[str]:
 
 
 def sides(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all parts of what is compared."""
+    """Yields all nodes of the compared expressions."""
     if isinstance(node, ast.Compare):
         both = [node.left, *node.comparators]
     elif isinstance(node, ast.MatchValue):
@@ -82,7 +82,7 @@ def asked(node: ast.AST) -> set[str]:
 
 
 def members(tree: ast.AST) -> Iterator[str]:
-    """Yield the names of methods, and of what is assigned in a class or to `self`."""
+    """Yields the names of methods, and of attributes that are assigned in a class or to `self`."""
     for ours in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         for line in ours.body:
             if isinstance(line, ast.FunctionDef):

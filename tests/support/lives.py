@@ -1,4 +1,4 @@
-"""Runs of several processes over gloo: all of them do the same jobs, one after the other."""
+"""Runs jobs in several processes over gloo. All processes run all jobs, one after another."""
 
 import multiprocessing
 import os
@@ -14,11 +14,11 @@ import torch
 from lowmem.command.launch import free_port
 from networks import fp64_loss
 
-LIMIT = 100  # seconds of all jobs
+LIMIT = 100  # seconds to wait for each answer
 
 
 class Job(NamedTuple):
-    """One run. at: of AT, what is arranged before it."""
+    """A run. Args: lines: overrides; folder: run folder; at: names in AT of changes made before the run."""
 
     lines: tuple[str, ...]
     folder: Path
@@ -26,8 +26,8 @@ class Job(NamedTuple):
 
 
 def several(size: int, *jobs: Job) -> list[list[str]]:
-    """Returns for each rank and job an empty text, or why it did not end well. A rank that is gone says
-    nothing more."""
+    """Returns for each rank and job an empty text, or the traceback of its error. A rank that has died has no further
+    answers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "lives"])
     ports, calls, processes = [free_port() for _ in jobs], [], []
@@ -68,7 +68,7 @@ def _live(call, rank: int, size: int, jobs: tuple[Job, ...], ports: list[int]) -
 
 
 def live(job: Job, size: int = 1) -> None:
-    """In this process."""
+    """Runs a job in this process."""
     from lowmem.config.settle import run_of
     from lowmem.fit import fit
 
@@ -77,23 +77,23 @@ def live(job: Job, size: int = 1) -> None:
         stack.enter_context(patch("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(b"")))
         if "as typed" not in job.at:
             stack.enter_context(patch("lowmem.techniques.loss.cross_entropy.full", _loss))
-            stack.enter_context(patch("lowmem.fit.check", lambda *_: None))  # it knows no fp64
+            stack.enter_context(patch("lowmem.fit.check", lambda *_: None))  # the check refuses fp64
         for name in job.at:
             AT[name](stack)
         fit(run_of((*job.lines, devices)), job.folder)
 
 
 def _loss(model, micro_batch):
-    """In fp64 where it is trained on; of an evaluation it is an fp32 number, as of any loss."""
+    """Returns the loss in fp64 while training, and in fp32 in evaluations."""
     loss = fp64_loss(model, micro_batch)
     return loss if torch.is_grad_enabled() else loss.float()
 
 
-# --- what is arranged ------------------------------------------------------------------------------------------------
+# --- changes made before a run ---------------------------------------------------------------------------------------
 
 
 def _saves_at_once(stack):
-    """Writes the state that a run has read before its first step."""
+    """Saves a checkpoint before the first step of a run, with the state that the run has read."""
     from lowmem.saving.checkpoint import Checkpoints
 
     start = Checkpoints.on_train_start
@@ -106,7 +106,7 @@ def _saves_at_once(stack):
 
 
 def _forgets_state(stack):
-    """The deliberately wrong variant."""
+    """Wrong on purpose: the optimizer state of the checkpoint is dropped."""
     from lowmem.saving import by_name
 
     state = by_name.optimizer_state
@@ -114,7 +114,7 @@ def _forgets_state(stack):
 
 
 def _second_rank_at(step: int, does):
-    """While it writes the checkpoint of that step."""
+    """Returns a change that calls `does` on rank 1 while it writes the checkpoint of a step."""
 
     def arrange(stack):
         from lowmem.saving import checkpoint_folder
@@ -147,7 +147,7 @@ def _cannot_write_shards(stack):
 
 
 AT = {
-    "as typed": lambda _: None,  # in the dtype that it says, not in fp64
+    "as typed": lambda _: None,  # with the typed precision, not in fp64
     "saves at once": _saves_at_once,
     "forgets state": _forgets_state,
     "disk full at step 3": _second_rank_at(3, _full_disk),

@@ -1,4 +1,4 @@
-"""Folders as train.py leaves them, without training."""
+"""Makes run folders with the files of train.py, without training."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from lowmem.system.units import CATEGORIES, MIB
 
 
 def finished(folder: Path, overrides: list[str], peak: int = 800 * MIB, speed: float = 1000.0, **more) -> Path:
-    """A run as train.py leaves it, of 40 steps."""
+    """Makes the folder of a finished run of 40 steps. Args: peak: bytes; speed: tokens per second; more: of the
+    summary."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "hydra.yaml").write_text("hydra:\n  job:\n    name: train\n")
     (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {line}\n" for line in overrides))
@@ -43,7 +44,7 @@ DAMAGES = (
     *(("summary.json", {key: value}) for key in ("val_loss", "tokens_per_second") for value in (None, "x", math.nan)),
     *(("summary.json", {"peak_bytes": value}) for value in (None, [], {"device": None}, {"device": math.inf})),
     *(("summary.json", {"peak_bytes_by_category": value}) for value in (None, [1], {"weights": None, "other": 1})),
-    ("summary.json", {"tokens_per_second": 0.0, "seconds_per_step": None}),  # a run of no steps
+    ("summary.json", {"tokens_per_second": 0.0, "seconds_per_step": None}),  # a run without steps
     ("summary.json", {"predicted": {"phases": {"step": {"device": None, "host": 0}}}}),
     ("summary.json", {"device": None, "drive": [], "ranks": {}}),
     *(("summary.json", text) for text in ('{"interrupted": false, "overr', "[]", "", b"\xff\xfe")),
@@ -56,7 +57,7 @@ DAMAGES = (
 
 
 def damaged(folder: Path) -> list[str]:
-    """A complete run, and a run for each damage. Returns: their folders' names."""
+    """Makes a complete run, and a run for each damage. Returns the names of the folders."""
     finished(folder / "0", ["lr=0.001"])
     for number, (file, content) in enumerate(DAMAGES, start=1):
         path = finished(folder / str(number), ["lr=0.001"]) / file
@@ -70,13 +71,14 @@ LONG = "data.path=a/folder/whose/name/is/longer/than/any/label/of/an/axis/"
 
 
 def written_here(folder: Path) -> None:
-    """Writes down that the run's process was on this machine."""
+    """Records that the run's process was on this machine."""
     with (folder / ".hydra" / "hydra.yaml").open("a") as file:
         file.write(f"  callbacks:\n    claim:\n      host: {platform.node()}\n")
 
 
 def sweep(folder: Path) -> Path:
-    """Three finished runs of which the second is beaten by the first, a failed, a running and two broken ones."""
+    """Makes three finished runs (the second is worse than the first in all respects), a failed run, a running run and
+    two broken runs. Returns their parent folder."""
     finished(folder / "0", [f"{LONG}0", "lr=0.001"], 600 * MIB, 1000.0)
     finished(folder / "1", [f"{LONG}1", "lr=0.002"], 900 * MIB, 900.0)
     finished(folder / "2", [f"{LONG}2", "lr=0.003"], 800 * MIB, 2000.0, device="NVIDIA H200")
@@ -92,7 +94,8 @@ def sweep(folder: Path) -> Path:
 
 
 def fifty(folder: Path) -> Path:
-    """Five of whose overrides differ, some of which are long; two failed."""
+    """Makes fifty runs that differ in five overrides, some of them long; two runs failed. Returns their parent
+    folder."""
     models = ("some-organisation/a-model-with-a-long-name-0.6B-instruct", "some-organisation/another-long-name-1.7B")
     precisions, optims = ("32", "bf16", "16-master", "bf16-sr", "bf16-master"), ("adamw", "adam8bit", "muon")
     optims += ("paged_adamw8bit", "adafactor")

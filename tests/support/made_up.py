@@ -1,4 +1,4 @@
-"""A card that is not here, for its two halves that can be made up: copies that run late, and an allocator's figures."""
+"""Stand-ins for parts of a card: lanes whose copies run late, and an allocator with made-up numbers."""
 
 import random
 import time
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-# what NCCL's watchdog prints before it ends a rank
+# printed by NCCL's watchdog before it ends a rank
 WATCHDOG = (
     "[rank1]:[E ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
     "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
@@ -15,13 +15,13 @@ WATCHDOG = (
 
 
 class SlowLane:
-    """A device whose copies run later, on a thread of their own; what it "computes" is computed at once."""
+    """A lane whose copies run later, on a separate thread. Computation is synchronous."""
 
     registers = True
 
     def __init__(self):
         self.copies, self.moved = ThreadPoolExecutor(1), 0
-        self.registered = Counter()  # by address
+        self.registered = Counter()  # address -> registrations
 
     def staging(self, size):
         return torch.empty(size, dtype=torch.uint8)
@@ -51,7 +51,7 @@ class SlowLane:
 
 
 class LateLane(SlowLane):
-    """Whose copies take each a random time, on threads that overtake each other where nothing makes them wait."""
+    """A lane whose copies take random times, on threads that can overtake each other unless they wait for an event."""
 
     def __init__(self, seed):
         super().__init__()
@@ -71,8 +71,8 @@ class LateLane(SlowLane):
 
 
 class ClockLane:
-    """A device with a clock of its own, that no real time moves: a block's weights take `copying`, one after the other,
-    and whoever computes says so by `computes`. Its host is never ahead of it, which is the worst that can be."""
+    """A lane with a simulated clock. The copy of a block takes `copying` seconds, copies run one after another, and
+    `computes` advances the clock. The host never runs ahead of the device, which is the worst case."""
 
     registers = False
 
@@ -118,7 +118,7 @@ class Reached:
 
 
 class Allocator:
-    """Says more at every question; a peak is what was said last."""
+    """A stand-in for the CUDA allocator whose peak grows by 100 bytes with every query."""
 
     peak, resets = 10**9, 0
 
@@ -134,8 +134,8 @@ class Allocator:
         self.resets += 1
 
     def install(self, monkeypatch):
-        """For every run from now on, as if the device that it trains on were a card."""
-        from lowmem.memory.meter import MemoryMeter  # and with it Lightning, which a lane does without
+        """Makes the memory meter of all later runs query this allocator, as if they ran on a card."""
+        from lowmem.memory.meter import MemoryMeter  # imported here, because it imports Lightning
 
         monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)

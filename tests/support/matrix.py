@@ -1,7 +1,8 @@
-"""Lists what several devices must train like one: each feature as a case, and how far it may be from one process.
+"""Lists features that several devices must train like one device: a case for each, and its tolerance against one
+process.
 
-In fp64 no rounding hides an error. In fp32 with plain SGD nothing but the order of sums differs. If products or weights
-have 16 bits, sums over half of the rows are rounded separately.
+In fp64 no rounding hides an error. In fp32 with plain SGD only the order of sums differs. If matmuls or weights have 16
+bits, sums over half of the rows are rounded separately.
 """
 
 import json
@@ -23,20 +24,20 @@ STRATEGIES = {
     "fsdp_tensor_parallel": ("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=2", "devices=4"),
 }
 FP64 = {"gradients": 1e-9, "weights": 1e-9}
-# The largest element of a gradient is some hundred times the smallest that counts, and fp32 has 2**-24
+# The largest element of a gradient is some hundred times the smallest element that matters; fp32 rounds by 2**-24
 FP32 = {"gradients": 1e-4, "weights": SGD_FP32}
 IN_BF16 = {"gradients": BF16, "weights": BF16}
 IN_FP16 = {"gradients": FP16, "weights": FP16}
-# AdamW's state in 8 bits: a code that is one value off moves an element by a part of its step
+# 8-bit state of AdamW: a code that is off by one changes an element by a part of its step
 IN_8_BITS = {"gradients": UPDATE["optim=adam8bit"][0], "weights": UPDATE["optim=adam8bit"][0]}
 
-WINDOWS = ("accumulation=fixed", "accumulation.batches=2")  # of 8 rows, and of one: a rank has none
+WINDOWS = ("accumulation=fixed", "accumulation.batches=2")  # of 8 rows, and of one row: a rank has none
 CLIP = "clip=0.5"
 SCALED = "precision.init_scale=4096"
 
 
 def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
-    """Args: folder: where `written` puts what is read."""
+    """Returns name -> (case, tolerances). Args: folder: the folder that `written` has filled."""
     text, tokenizer = places(folder)
     exact, plain = Case((*WINDOWS, *EXACT, CLIP)), Case((*WINDOWS, *PLAIN, CLIP))
 
@@ -47,7 +48,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
         return also(exact, *lines, f"cache_dir={folder}/cache", "val_sequences=2", from_data=True)
 
     return {
-        # windows, and what is done with their gradients
+        # windows and clipping
         "accumulation": (also(exact, "clip=null"), FP64),
         "ranks of 2 and 1 micro-batches": (also(exact, "accumulation.batches=3", together=2), FP64),
         "no accumulation": (Case(("accumulation=none", *EXACT, CLIP), together=8), FP64),
@@ -80,7 +81,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
         **{f"optim={name}": (also(plain, f"optim={name}", "lr=1e-3"), IN_8_BITS) for name in IN_BLOCKS},
         "optim=adafactor": (also(plain, "optim=adafactor", "lr=1e-3"), FP32),
         "optim=muon": (also(plain, "optim=muon", "lr=1e-3"), IN_8_BITS),
-        # what is trained
+        # trained parameters and models
         "adapter=lora": (also(plain, "adapter=lora", "lr=1"), FP32),
         "adapter=dora": (also(plain, "adapter=dora", "lr=1"), FP32),
         "adapter=qlora": (also(plain, "adapter=qlora", "lr=1"), FP32),
@@ -91,7 +92,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
         "freeze": (also(exact, "freeze=['*embed*','*layers.0.*']"), FP64),
         "a mixture's auxiliary loss": (also(plain, network="qwen3_moe", apart=True), FP32),
         "tied embeddings (GPT-2)": (also(exact, network="gpt2"), FP64),
-        # rows
+        # data
         "data: packed": (read("data=jsonl", f"data.path={text}", "data.packing=documents"), FP64),
         "data: padded": (read("data=jsonl", f"data.path={text}", "data.packing=padded"), FP64),
         "data: joined": (read("data=jsonl", f"data.path={text}", "data.packing=joined"), FP64),
@@ -102,7 +103,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
     }
 
 
-OF_PARTS = "an overflow in one rank's part"  # where each has another
+OF_PARTS = "an overflow in one rank's part"  # for strategies that divide the gradients
 KINDS = ("every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
 IN_BLOCKS = ("adam8bit", "adamw8bit", "lion8bit")
 STREAM = ("data.streaming=true", "data.block=8", "data.val_rows=2")
@@ -113,7 +114,7 @@ def typed(case: Case, strategy: str, timeout: int = 40) -> Case:
 
 
 def why_not(case: Case) -> str | None:
-    """The sentence by which the config is refused."""
+    """Returns the message with which the config is refused, or None."""
     return next(iter(refused(composed(case))), None)
 
 
@@ -122,7 +123,7 @@ def places(folder: Path) -> tuple[Path, Path]:
 
 
 def written(folder: Path) -> Path:
-    """A text of documents of several lengths, and a tokenizer of bytes."""
+    """Writes documents of several lengths and a byte-level tokenizer. Returns the folder."""
     text, tokenizer = places(folder)
     text.parent.mkdir()
     tokenizer.mkdir()

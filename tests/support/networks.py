@@ -30,7 +30,7 @@ def network(model_type="gpt2", **changes):
 
 
 def shaped(model_type, layers=5, dropout=0.0):
-    """A model of that architecture with every kind of dropout it has."""
+    """Returns a model of an architecture. Args: dropout: probability of every kind of dropout that it has."""
     changes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": WIDTH}, "gpt2": {"n_layer": layers}}.get(model_type, {})
     if model_type != "gpt2":
         changes["num_hidden_layers"] = layers
@@ -40,13 +40,13 @@ def shaped(model_type, layers=5, dropout=0.0):
 
 
 def fp64_loss(model: nn.Module, batch):
-    """`full` computes in fp32; in fp64 rounding cannot hide an error."""
+    """Returns the summed cross entropy in the dtype of the model. (`full` computes in fp32.)"""
     logits = model(**batch.inputs, use_cache=False).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
 
 class Nothing:
-    """Stands in for a tokenizer where a folder needs none."""
+    """A stand-in for a tokenizer that saves no files."""
 
     is_fast = False
 

@@ -1,6 +1,8 @@
-"""Memory is measured in a process that has computed nothing before. In a heap with holes, as other tests leave them,
-tensors lie in these: they neither show when they are taken nor go back to the system when they are let go, so that what
-is measured depends on which tests a worker happened to run first."""
+"""Runs a test that measures memory in a new process.
+
+Earlier tests leave a fragmented heap. New tensors would fill its gaps without increasing resident memory, so a
+measurement would depend on the tests that the worker ran before.
+"""
 
 import functools
 import importlib
@@ -11,7 +13,7 @@ import pytest
 
 
 def in_a_new_process(test):
-    """Decorates a test: its arguments must pickle, but for `monkeypatch`, which it has there of its own."""
+    """Decorates a test. Its arguments must be picklable, except `monkeypatch`, which the new process creates."""
     parameters = inspect.signature(test).parameters
 
     @functools.wraps(test)
@@ -29,7 +31,7 @@ def in_a_new_process(test):
         assert not failure, failure
 
     its = (inspect.Parameter("processes", inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters.values())
-    there.__signature__ = inspect.Signature(its)  # what pytest reads to know which fixtures it wants
+    there.__signature__ = inspect.Signature(its)  # pytest reads the names of fixtures from the signature
     return there
 
 
@@ -39,6 +41,6 @@ def _live(saying, module, name, arguments):
         own = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}
         try:
             test(**arguments, **own)
-        except BaseException:  # an assertion too
+        except BaseException:  # including assertions
             failure = traceback.format_exc()
     saying.send(failure)

@@ -1,4 +1,4 @@
-"""The lowest version of each dependency that pyproject.toml admits, as pip pins: `make test-oldest` installs them."""
+"""Prints pip pins of the lowest version that pyproject.toml allows for each dependency, for `make test-oldest`."""
 
 import re
 import tomllib
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def pins() -> list[str]:
-    """`torch>=2.11,<2.16` as `torch==2.11`, of what lowmem needs and of every extra but TRL, which is compared with."""
+    """Returns `torch==2.11` for `torch>=2.11,<2.16`, for all dependencies and extras except `trl` and `verify`."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = chain(project["dependencies"], *(extras[extra] for extra in extras if extra not in ("trl", "verify")))

@@ -1,4 +1,4 @@
-"""Opens exported folders with transformers 4: run by test_transformers_4.py, in an environment of its own.
+"""Opens exported folders with transformers 4. test_transformers_4.py runs this script in a separate environment.
 
 Writes the logits of each folder's `ids.pt` and the tokens of TEXT as `theirs.pt`.
 """

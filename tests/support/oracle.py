@@ -1,6 +1,7 @@
-"""The oracle: plain fp32 PyTorch, one big batch per optimizer step, every update rule written out from its paper.
+"""The oracle: plain fp32 PyTorch with one large batch per optimizer step, and update rules written out from their
+papers.
 
-Nothing of lowmem is imported here but the architecture of the model it is handed.
+The oracle imports nothing from lowmem; it gets the model as an argument.
 """
 
 import copy
@@ -14,15 +15,15 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in=torch.float32, mean_loss=None):
-    """Weights by name after one step per window.
+    """Returns the weights by name after one step per window.
 
     Args:
-        model: in fp32, at the weights to start from; a copy is trained.
+        model: model with the initial weights in fp32; a copy is trained.
         read: sequence indices -> input_ids, labels (-100: not learned).
         windows, sequences: see `order`.
         rule: (p, gradient, state, step from 1, lr, decay, role) -> the new p.
-        held_in: the dtype to which weights are rounded after every step.
-        mean_loss: (model, *what was read) -> the loss; None: `mean_of_tokens`.
+        held_in: dtype to which weights are rounded after every step.
+        mean_loss: (model, *result of read) -> the loss; None: `mean_of_tokens`.
     """
     mean_loss = mean_loss or mean_of_tokens
     model = copy.deepcopy(model).train()
@@ -45,7 +46,7 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
 @torch.no_grad()
 def losses(model, read, windows, sequences, weights, mean_loss=None):
-    """Returns the loss of every window for which weights, by name, are given."""
+    """Returns the loss of each window, at the weights by name that are given for this window."""
     mean_loss = mean_loss or mean_of_tokens
     model, found = copy.deepcopy(model).train(), []
     for indices, given in zip(order(windows, sequences), weights, strict=False):
@@ -56,7 +57,8 @@ def losses(model, read, windows, sequences, weights, mean_loss=None):
 
 
 def order(windows, sequences):
-    """The sequences that each window reads, whose sizes are given; an epoch visits every one of `sequences` once."""
+    """Yields the indices of the sequences of each window. Args: windows: sizes; sequences: number of sequences per
+    epoch."""
     left, epoch = [], 0
     for size in windows:
         if not left:
@@ -76,8 +78,8 @@ def role(name, p):
 
 
 class LowRank(nn.Module):
-    """W x + alpha / r B A x + bias; with magnitudes m each row of W + alpha / r B A is brought to its m, and the length
-    that it has before counts as a constant. Named as peft does."""
+    """A linear layer with LoRA: W x + alpha / r B A x + bias. With magnitudes m (DoRA), each row of W + alpha / r B A
+    is scaled to length m, and its previous length is treated as a constant. Parameters have the names of peft."""
 
     def __init__(self, base, start, prefix, scale):
         super().__init__()
@@ -98,7 +100,8 @@ class LowRank(nn.Module):
 
 
 def adapt(model, start, alpha, r):
-    """Every linear layer but the head, and nothing else is trained. start: of an adapted model, by name."""
+    """Adds a trained adapter to every linear layer except the head, and freezes all other weights. Args: start: initial
+    adapter weights, by name."""
     for p in model.parameters():
         p.requires_grad_(False)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"}
@@ -125,7 +128,7 @@ def lion(p, g, state, step, lr, decay, role):
 
 
 def adafactor(p, g, state, step, lr, decay, role):
-    """Without momentum, without the relative step; update clipped at RMS 1."""
+    """Adafactor without momentum and without the relative step size; the update is clipped at RMS 1."""
     beta, square = 1 - step**-0.8, g * g + 1e-30
     if p.dim() == 2:
         rows = state["rows"] = beta * state.get("rows", 0) + (1 - beta) * square.mean(1)
@@ -139,7 +142,8 @@ def adafactor(p, g, state, step, lr, decay, role):
 
 
 def muon(p, g, state, step, lr, decay, role):
-    """Nesterov momentum, made orthogonal in five quintic steps. An orthogonal matrix has RMS 1 / sqrt(larger side)."""
+    """Muon: Nesterov momentum, orthogonalized in five quintic iterations. The RMS of an orthogonal matrix is
+    1 / sqrt(larger side)."""
     if role != "matrix":
         return adamw(p, g, state, step, lr, decay, role)
     m = state["m"] = 0.95 * state.get("m", 0) + 0.05 * g
@@ -147,12 +151,12 @@ def muon(p, g, state, step, lr, decay, role):
 
 
 def orthogonal(x):
-    x = x / x.norm().clamp(min=1e-7)  # of a matrix that has no gradient yet
+    x = x / x.norm().clamp(min=1e-7)  # a matrix without a gradient is zero
     for _ in range(5):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
     return x
 
 
-# Which rule an optimizer's yaml claims to be; those that are not named claim to be AdamW.
+# The update rule of each optimizer in conf/; all others are AdamW.
 RULES = {"lion8bit": lion, "adafactor": adafactor, "sgd": sgd, "muon": muon}

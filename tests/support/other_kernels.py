@@ -1,9 +1,10 @@
-"""Runs the tests marked `kernels` once per setting of the libraries that compute: `make test-kernels`.
+"""Runs the tests marked `kernels` once per setting of the math libraries: `make test-kernels`.
 
-Each processor has kernels of its own, which add in another order and round elsewhere, so a bound that was measured with
-one of them may fail with another. Four variables choose kernels of other processors, and one is changed at a time:
-ATEN_CPU_CAPABILITY of torch's own operators, ONEDNN_MAX_CPU_ISA of products in 16 bits, MKL_CBWR of products in fp32,
-OMP_NUM_THREADS of all. `--shard=2/9` runs every ninth setting, from the second on; other arguments are pytest's.
+Processors have different kernels, which sum and round in different orders, so a bound that was measured with one kernel
+may fail with another. Four variables select kernels of other processors, and one variable is changed at a time:
+ATEN_CPU_CAPABILITY for torch's operators, ONEDNN_MAX_CPU_ISA for 16-bit matmuls, MKL_CBWR for fp32 matmuls, and
+OMP_NUM_THREADS for all of them. `--shard=2/9` runs every ninth setting, from the second on; other arguments are passed
+to pytest.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from tiers import shard
 
-# (variable, value, what /proc/cpuinfo calls the units that the value needs)
+# (variable, value, required flag in /proc/cpuinfo)
 SETTINGS = (
     ("OMP_NUM_THREADS", "1", None),
     ("OMP_NUM_THREADS", "2", None),
@@ -28,24 +29,24 @@ SETTINGS = (
     ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "avx512_bf16"),
     ("MKL_CBWR", "COMPATIBLE", None),
 )
-SLEEPING = {"OMP_WAIT_POLICY": "passive"}  # threads that wait by spinning take 30 times as long where cores are shared
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}  # spinning threads take 30 times as long on shared cores
 ROW = "{:<36}{:>8}{:>8}{:>9}"
 
 
 def units() -> set[str]:
-    """Returns the flags of this processor; none where Linux does not list them."""
+    """Returns the flags of this processor, or an empty set if /proc/cpuinfo does not exist."""
     file = Path("/proc/cpuinfo")
     return set(file.read_text().split()) if file.exists() else set()
 
 
 def counts(output: str) -> tuple[int, int]:
-    """Returns how many tests passed, and how many failed or met an error, by pytest's last line."""
+    """Returns the numbers of passed tests and of failures and errors, from the last line of pytest's output."""
     found = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", output[-200:])}
     return found.get("passed", 0), found.get("failed", 0) + found.get("error", 0)
 
 
 def run(variable: str, value: str, arguments: list[str]) -> tuple[str, bool]:
-    """Runs the tests with one setting. Returns: the row of the table, and whether all is green."""
+    """Runs the tests with one setting. Returns the row of the table, and whether all tests passed."""
     start, name = time.monotonic(), f"{variable}={value}"
     command = [sys.executable, "-m", "pytest", "-m", "kernels and not matrix", *arguments]
     changed = os.environ | SLEEPING | {"OMP_NUM_THREADS": "1", variable: value}

@@ -1,4 +1,4 @@
-"""README.md and docs/ taken apart, and what of them is not true: each checker returns the words that are wrong."""
+"""Parses README.md and docs/, and finds errors: each checker returns the wrong words."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ FILES = (".png", ".csv", ".json", ".md", ".txt", ".py", ".yaml", ".yml", ".html"
 
 
 def code(text: str) -> Iterator[str]:
-    """Every line that a shell could be given, and every span in backticks."""
+    """Yields every line of shell code, and every span in backticks."""
     for language, _, block in FENCED.findall(text):
         if language in ("", "sh"):
             yield from block.splitlines()
@@ -39,7 +39,7 @@ def code(text: str) -> Iterator[str]:
 
 
 def overrides(text: str) -> dict[tuple[str, str], None]:
-    """(key, value) of what is typed anywhere on a page, in its order."""
+    """Returns (key, value) of every override on a page, in order."""
     lines = (line for line in code(text) if " -sc " not in line)
     return dict.fromkeys(found for line in lines for found in OVERRIDE.findall(line))
 
@@ -50,15 +50,14 @@ def inline(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Returns the commands of train.py, plan.py and compare.py, as one would type them; not those with a
-    <placeholder>."""
+    """Returns the commands of train.py, plan.py and compare.py, except commands with a <placeholder>."""
     lines = (line for line in code(text) if re.match(r"python (train|plan|compare)\.py ", line) and "<" not in line)
     return list(dict.fromkeys(re.sub(r"\s+# .*", "", line) for line in lines))
 
 
 def choices(command: str) -> list[list[str]]:
-    """The overrides of a command, and of a sweep each choice by itself."""
-    if " -sc " in command:  # a flag of Hydra's, with words of its own
+    """Returns the lists of overrides of a command: a single list, or a list for each choice of a sweep."""
+    if " -sc " in command:  # a flag of Hydra
         return []
     words = shlex.split(command)[2:]
     lines = [quoted(word) for word in words if not word.startswith(("-", "sweep.resume=", "resume="))]
@@ -72,7 +71,7 @@ def choices(command: str) -> list[list[str]]:
 
 
 def refused(text: str) -> list[str]:
-    """Commands that Hydra or lowmem refuses before anything is built."""
+    """Returns the commands that Hydra or lowmem refuses before a model is built."""
     wrong = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for command in commands(text):
@@ -95,7 +94,7 @@ def _refusals(command: str) -> Iterator[Exception]:
 
 
 def keys_of(node: object, path: str = "") -> set[str]:
-    """Paths of every key of a yaml; the entries of a list stand under the list."""
+    """Returns the dotted paths of all keys of a yaml. Entries of a list have the path of the list."""
     if isinstance(node, list):
         return set().union(*(keys_of(one, path) for one in node if isinstance(one, dict)))
     if not isinstance(node, dict):
@@ -104,7 +103,7 @@ def keys_of(node: object, path: str = "") -> set[str]:
 
 
 def known_keys() -> set[str]:
-    """Returns the keys of conf/ with every choice of every group, and Hydra's."""
+    """Returns the keys of conf/ with every choice of every group, and the keys of Hydra."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("plan", return_hydra_config=True)
     known = keys_of(OmegaConf.to_container(cfg, resolve=False)) | {"sweep.resume"}
@@ -115,18 +114,18 @@ def known_keys() -> set[str]:
 
 
 KEYS = known_keys()
-# Everything in which a name may be looked up: the code itself, and how it is called.
+# Files in which names of the pages may occur.
 KINDS = ("Makefile", "*.py", "*.toml", "src/**/*.py", "conf/**/*.yaml", "benchmarks/**/*.py")
 SOURCES = "\n".join(f"{file.stem}\n{file.read_text()}" for kind in KINDS for file in ROOT.glob(kind))
 
 
 def own_files(text: str) -> set[str]:
-    """Returns the files that a page lets its reader create: docs/add-a-technique.md."""
+    """Returns the files that a reader of the page creates (docs/add-a-technique.md)."""
     return {name for _, where, _ in FENCED.findall(text) for name in re.findall(r"file=(\S+)", where)}
 
 
 def unknown_keys(text: str) -> list[str]:
-    """Overrides of which conf/ knows no key or choice, and dotted keys that it does not have."""
+    """Returns overrides whose key or choice does not exist in conf/, and dotted keys that do not exist."""
     wrong = [f"{key}={value}" for key, value in overrides(text) if not _known(key, value, text)]
     return wrong + [name for name in inline(text) if _looks_like_a_key(name) and name not in KEYS]
 
@@ -145,7 +144,7 @@ def _looks_like_a_key(name: str) -> bool:
 
 
 def unknown_names(text: str) -> list[str]:
-    """Words in backticks that occur nowhere in the code: a key, a class, a column that has gone."""
+    """Returns words in backticks that do not occur in the code, such as removed keys, classes or columns."""
     words = [name for name in inline(text) if re.fullmatch(r"[A-Za-z_][\w-]*", name)]
     return [name for name in words if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", SOURCES)]
 
@@ -154,8 +153,8 @@ def unknown_names(text: str) -> list[str]:
 
 
 def missing_files(text: str, folder: Path) -> list[str]:
-    """Links, pictures, paths of the repository, modules of benchmarks and targets of make that are not there, and links
-    to a file by the name of another."""
+    """Returns links, pictures, paths, benchmark modules and make targets that do not exist, and links whose text names
+    another file."""
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     paths = re.findall(r"(?<![\w/.~-])(?:src|tests|conf|docs|benchmarks)/[\w./*-]*[\w/*]", FENCED.sub("", text))
     wrong = [link for link in links if not (folder / link).exists()]
@@ -176,7 +175,8 @@ def missing_files(text: str, folder: Path) -> list[str]:
 
 
 def wrong_figures(text: str, folder: Path) -> list[str]:
-    """Numbers in a link to results that do not stand there, and tables that differ from their results."""
+    """Returns numbers in a link to results that the results do not contain, and a note if a table differs from its
+    results."""
     wrong = []
     for said, link in re.findall(r"\[([^\]]*)\]\(([^)\s]*benchmarks/results/[^)\s]+)\)", text):
         there = (folder / link).read_text()

@@ -1,7 +1,8 @@
-"""Several processes over gloo that live as long as their tests, and run one case after the other beside one process.
+"""Processes over gloo that live as long as their tests and train one case after another, for comparison with one
+process.
 
-A case is plain data. Each rank trains it with the real module under the real trainer, and answers with what it has
-seen; `alone` trains the same rows in this process, which reads the rows of all ranks together.
+A case is plain data. Each rank trains the case with the real module and the real trainer, and returns gradients, losses
+and weights. `alone` trains the rows of all ranks in this process.
 """
 
 import os
@@ -35,9 +36,9 @@ from lowmem.techniques.strategy.process_group import process_group
 from lowmem.training import build
 from networks import fp64_loss
 
-LIMIT = 60  # seconds of a case
-IMPORTS = 300  # seconds of a process that starts, on a busy machine
-AFTER = 5  # seconds that the others have to answer, once one has said that it failed
+LIMIT = 60  # seconds for a case
+IMPORTS = 300  # seconds for the start of a process, on a busy machine
+AFTER = 5  # seconds for the answers of the other ranks after one rank has failed
 
 # Two blocks, and heads that two ranks can share.
 BASE = (
@@ -50,21 +51,25 @@ BASE = (
     "plan=off",
 )
 EXACT = (in_float64.LINE, "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3")
-DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # each rank draws its own
+DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # each rank draws different masks
 PLAIN = ("optim=sgd", "optim.weight_decay=0.1", "lr=1e-1")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Args:
-    lines: overrides beside BASE and of the strategy.
-    together: rows of a micro-batch, of all ranks.
-    network: of `streams.MODELS`, in the place of BASE's.
-    from_data: whether rows come from cfg.data; else from `parity.rows_for` its loss.
-    overflow: (window, rank, where): there a gradient is not finite, in "loss", or in one "element" of its own part.
-    wrong: the name of a mistake, in WRONG.
-    apart: alone, each rank's rows are a micro-batch of their own: where a loss is not a sum over rows.
-    counted: whether collectives are counted.
+    """A training.
+
+    Args:
+        lines: overrides in addition to BASE, including the strategy.
+        together: rows of a micro-batch, of all ranks together.
+        network: name in `streams.MODELS` of the model; None: the model of BASE.
+        from_data: whether rows come from cfg.data, otherwise from `parity.rows_for`.
+        overflow: (window, rank, where) of a gradient that is not finite; where: "loss", or one "element" of the rank's
+            part.
+        wrong: name of a wrong variant in WRONG.
+        apart: whether one process trains each rank's rows as a separate micro-batch, for losses that are not sums over
+            rows.
+        counted: whether collectives are counted.
     """
 
     lines: tuple[str, ...] = ()
@@ -79,8 +84,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The whole of a run, as `fit` does it. Args: lines: overrides; folder: its own; drawn_anew: a mistake, of a
-    resumed run."""
+    """A complete run by `fit`.
+
+    Args:
+        lines: overrides.
+        folder: run folder.
+        drawn_anew: True is wrong on purpose: a resumed run does not restore random states.
+    """
 
     lines: tuple[str, ...]
     folder: str
@@ -88,23 +98,27 @@ class Fitted:
 
 
 class Failed(Exception):
-    """A rank's traceback, or that there was no answer."""
+    """The traceback of a rank, or a message that it did not answer."""
 
 
 class Ranks:
-    """Args: context: of multiprocessing; size: how many processes. They are started when the first case comes, and
-    anew after one that failed."""
+    """The processes of all ranks. They are started for the first case, and again after a case that failed.
+
+    Args:
+        context: multiprocessing context.
+        size: number of processes.
+    """
 
     def __init__(self, context, size: int) -> None:
         self.context, self.size = context, size
         self.processes, self.calls = [], []
 
     def __call__(self, case: Case | Fitted) -> list[dict]:
-        """Each rank's answer.
+        """Returns the answer of each rank.
 
         Raises:
-            Refused: by all of them.
-            Failed: with what has failed on which.
+            Refused: all ranks refused the case.
+            Failed: a rank failed; the message names the rank and the error.
         """
         if not self.processes:
             self._start()
@@ -187,7 +201,7 @@ def composed(case: Case):
 
 @cache
 def alone(case: Case) -> dict:
-    """The same training by one process. What is of the strategy in the case's lines is left out."""
+    """Trains the case in one process, without the overrides of the strategy."""
     of_several = ("strategy", "devices")
     cfg = composed(case)
     lines = tuple(line for line in case.lines if line.split("=")[0].split(".")[0] not in of_several)
@@ -227,7 +241,7 @@ def _trained(case: Case, cfg, ranks) -> dict:
     seen, module, windows = Seen(case), *built(case, cfg, ranks)
     plugins = list(map(instantiate, cfg.plugins))
     callbacks = [*build.callbacks(cfg), Verified(with_positions(cfg.data.arguments)), seen]
-    callbacks += module.own_loss.callbacks()  # whose collectives `seen` counts
+    callbacks += module.own_loss.callbacks()  # `seen` also counts their collectives
     training = parity.trainer(cfg, plugins, callbacks, ranks.lightning())
     torch.manual_seed(1)
     training.fit(module, windows)
@@ -252,7 +266,7 @@ def built(case: Case, cfg, ranks):
 
 
 class Seen(Callback):
-    """Gradients by name as each step reads them, at their true size; losses; the weights in the end; bytes held."""
+    """Records the unscaled gradients of each step by name, losses, the final weights, and bytes in memory."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.counts = case, Counts() if case.counted else None
@@ -270,7 +284,7 @@ class Seen(Callback):
             clip(*how)
             scale, counted = optimizer.scale, dict(self.counts.now) if self.counts else None
             self.answer["gradients"].append(_whole(module, lambda p: _of(p.grad, p) / scale))
-            if self.counts:  # what was asked for here is not the run's
+            if self.counts:  # collectives of this callback do not count
                 self.counts.now = counted
             self.answer["bytes"] = _bytes(module, optimizer)
 
@@ -297,7 +311,7 @@ def _of(gradient, p):
 
 
 def _whole(module, of):
-    """By name, of what is trained: those that rank 0 gets."""
+    """Returns the full tensors of all trained parameters by name; on ranks that do not get them, None."""
     ranks, found = module.ranks, {}
     for name, p in module.model.named_parameters():
         if p.requires_grad:
@@ -307,7 +321,7 @@ def _whole(module, of):
 
 
 def _bytes(module, optimizer):
-    """Returns the bytes that this process holds before a step, of tensors with more than one element."""
+    """Returns the bytes of weights, gradients and state in this process before a step, without scalars."""
     local = [module.ranks.local(p) for p in module.model.parameters()]
     local = [p for p in local if not p.is_meta]
     state = (
@@ -326,7 +340,7 @@ def _bytes(module, optimizer):
 
 
 class Counts(TorchDispatchMode):
-    """Collectives by name, of those that carry more than a number."""
+    """Counts collectives by name."""
 
     def __init__(self):
         super().__init__()
@@ -341,7 +355,7 @@ class Counts(TorchDispatchMode):
 
 def _overflowing(module, window: int, rank: int, where: str) -> None:
     ranks = module.ranks
-    computes = ranks if hasattr(ranks, "loss") else module  # stages call it themselves
+    computes = ranks if hasattr(ranks, "loss") else module  # pipeline stages call the loss themselves
     loss = computes.loss
     of_rank = ranks.rank == rank
 
@@ -362,7 +376,7 @@ def _overflowing(module, window: int, rank: int, where: str) -> None:
     ranks.gather_gradients = collected
 
 
-# --- mistakes, each of which must show ------------------------------------------------------------------------------
+# --- wrong on purpose: variants that tests must detect --------------------------------------------------------------
 
 
 def _mean_of_means(stack):
@@ -406,13 +420,13 @@ def _never_synced(stack):
 
 
 def _silent(stack):
-    """Rank 1 does not come."""
+    """Rank 1 does not answer."""
     if os.environ.get("RANK") == "1":
         stack.enter_context(patch("pair._trained", lambda *_: time.sleep(2 * LIMIT)))
 
 
 def _own_z(stack: ExitStack) -> None:
-    """A loss that depends on a window is told about this rank's rows alone; without one its z is zero."""
+    """z of the KTO loss is computed from the rows of this rank only; without rows it is zero."""
     from lowmem.techniques.loss.mismatched import MismatchedPass
 
     compute = MismatchedPass.compute
@@ -438,10 +452,10 @@ WRONG = {
 
 
 def apart(ranks: list[dict], one: dict) -> dict[str, float]:
-    """Returns the distance of rank 0's gathered tensors from one process, relative to the largest element; and all
-    ranks' losses."""
+    """Returns the largest differences between the ranks and one process, relative to the largest element: of gathered
+    gradients and weights, and of the losses of all ranks."""
     ours = ranks[0]
-    for name, weight in ours["weights"].items():  # who has the whole has the same
+    for name, weight in ours["weights"].items():  # ranks with full weights must agree
         for other in (rank["weights"][name] for rank in ranks):
             assert other is None or (other == weight).all(), f"{name} is another on each rank"
     assert all(rank["stepped"] == one["stepped"] for rank in ranks), [rank["stepped"] for rank in ranks]

@@ -1,6 +1,7 @@
-"""Losses of answers written out from their papers, on whole logits and in fp64, and ragged rows of them to train on.
+"""Preference losses written out from their papers, with full logits in fp64, and answers of different lengths to train
+on.
 
-Nothing of lowmem is imported here but the class of its micro-batches.
+From lowmem only the classes of micro-batches are imported.
 """
 
 import numpy as np
@@ -14,8 +15,8 @@ IGNORED = -100
 
 
 def log_probabilities(model, batch):
-    """(pairs, 2) sums over the answers' tokens in fp64, and their numbers of tokens; of rated answers (answers, 1).
-    Each answer is read by itself."""
+    """Returns the sums of log-probabilities over each answer's tokens in fp64, and the numbers of tokens. Both have
+    shape (pairs, 2), or (answers, 1) for rated answers."""
     logits = model(**batch.inputs, use_cache=False).logits.double()
     logp = logits.log_softmax(-1)
     sums, counts = [], []
@@ -62,8 +63,12 @@ def simpo(logp, counts, reference, beta=2.0, gamma=1.0, label_smoothing=0.0):
 
 
 def kto(ratio, mismatched, desirable, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0):
-    """ratio: of the policy's probability of an answer to the reference's, as a logarithm; mismatched: the same of
-    answers behind other prompts."""
+    """Returns the KTO loss of each answer.
+
+    Args:
+        ratio: log of the policy's probability of each answer divided by the reference's probability.
+        mismatched: these log ratios for answers after other prompts.
+    """
     z = max(0.0, mismatched.mean().item())
     value = [1 / (1 + torch.exp(-beta * (r - z if good else z - r))) for r, good in zip(ratio, desirable, strict=True)]
     weight = [desirable_weight if good else undesirable_weight for good in desirable]
@@ -75,7 +80,7 @@ LOSSES = PAIRED | {"kto": kto}
 
 
 def mean_loss(name, model, batch, **options):
-    """The mean over the pairs, or the rated answers, of a batch."""
+    """Returns the mean loss over the pairs, or the rated answers, of a batch."""
     if name == "kto":
         ratio, mismatched = (log_probabilities(model, rows)[0] - reference_of(rows) for rows in batch.compared)
         return kto(ratio[:, 0], mismatched.detach(), batch.desirable[:, 0].tolist(), **options).mean()
@@ -84,10 +89,11 @@ def mean_loss(name, model, batch, **options):
 
 
 class RaggedPairs(Rows):
-    """Pairs of answers of different lengths behind prompts of different lengths, with a reference that was drawn.
+    """Pairs of answers of different lengths after prompts of different lengths, with random reference
+    log-probabilities.
 
     Args:
-        packed: both answers of a pair stand in one row, one behind the other.
+        packed: both answers of a pair are in one row, one after the other.
     """
 
     def __init__(self, pairs, length, vocabulary, packed=False):
@@ -116,16 +122,17 @@ class RaggedPairs(Rows):
 
 
 class RaggedAnswers(Rows):
-    """Rated answers of different lengths behind prompts of different lengths, with a reference that was drawn. Behind
-    each prompt there is also the answer of the next but one."""
+    """Rated answers of different lengths after prompts of different lengths, with random reference log-probabilities.
+    The mismatched answer of a prompt is the answer two places further."""
 
     def __init__(self, answers, length, vocabulary):
         self.count, self.seq_len = answers, length
         drawn = np.random.default_rng(2)
         self.prompts = [drawn.integers(0, vocabulary, 3 + number % 3) for number in range(answers)]
         self.answers = [drawn.integers(0, vocabulary, length - 5 - number % 5) for number in range(answers)]
-        self.desirable = drawn.random(answers) < 0.7  # unequal numbers, or z would hardly count
-        # by the reference any token is about as likely, and mismatched answers are less likely, so that z is above 0
+        self.desirable = drawn.random(answers) < 0.7  # unequal numbers, otherwise z would have little effect
+        # for the reference all tokens are about equally likely, and mismatched answers are less likely, so z is
+        # positive
         lengths = [[len(self.answers[(number + shift) % answers]) for shift in (0, 2)] for number in range(answers)]
         self.reference = drawn.uniform([-2, -3], [2, -1], (answers, 2)) - np.log(vocabulary) * np.array(lengths)
 
@@ -133,7 +140,7 @@ class RaggedAnswers(Rows):
         return self.count
 
     def rows(self, prompts, answers):
-        """Inputs and labels, each (B, T)."""
+        """Returns inputs and labels, each (B, T)."""
         ids, labels = torch.zeros(2, len(prompts), self.seq_len, dtype=torch.int64)
         labels.fill_(IGNORED)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):

@@ -1,4 +1,4 @@
-"""Runs lowmem for the parity tests: any configuration, the real module under the real trainer, beside the oracle."""
+"""Runs lowmem for the parity tests: any configuration, with the real module and trainer, compared with the oracle."""
 
 import inspect
 import json
@@ -22,10 +22,10 @@ from lowmem.techniques.strategy.contract import ONE_DEVICE
 from lowmem.training import build
 from lowmem.training.build import causal_lm, optimizer
 
-SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # windows of 8 leave one of a single sequence
+SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # a window of 8 and a window of one sequence per epoch
 STEPS, LR, DECAY = 4, 1e-2, 2.0
-# Llama: no biases (biases of attention keys have no gradient but noise) and RoPE. Matrices of 64 x 64 are the smallest
-# whose state 8-bit optimizers hold in 8 bits.
+# Llama has RoPE, and no biases (the gradient of key biases would be noise). Matrices of 64 x 64 are the smallest with
+# 8-bit optimizer state.
 MODEL = (
     "model=llama-3.2-1b",
     "model.pretrained=false",
@@ -55,8 +55,9 @@ BASE = (
 )
 CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
 BUDGET = ("compile=blocks", "compile.activation_memory_budget=0.5", "compile.backend=aot_eager_decomp_partition")
-COMPILED = ("optim=adamw4bit",)  # seconds per shape: slow wherever it runs
-# Techniques that share their code with another one. `make test` proves that one, `make test-all` proves these too.
+COMPILED = ("optim=adamw4bit",)  # compiles for seconds per shape
+# Techniques that share their code with another technique. `make test` tests the other, `make test-all` also tests
+# these.
 SIBLINGS = (
     *(f"precision={name}" for name in ("tf32", "bf16", "16", "bf16-true", "16-true", "bf16-master")),
     *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
@@ -74,15 +75,15 @@ SIBLINGS = (
         *COMPILED,
     ),
 )
-# All that ship: those that were measured, and what they were compared with.
+# All techniques of conf/: the measured techniques, and the defaults that they are compared with.
 SHIPPED = (
     *json.loads((Path(__file__).parents[2] / "benchmarks/results/techniques.json").read_text())["refused"],
     *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),
     *("compile=none", "weights=resident", "adapter=none"),
 )
-# beta: makes gradients of pairs as large as gradients of tokens; rows are not read from data=
+# beta makes gradients of pairs as large as gradients of tokens. Rows are not read from data=.
 PAIRED = ["loss.beta=2", "data=preference", "data.path=x"]
-# What a choice needs besides its name here.
+# Further overrides that a choice needs in these tests.
 WITH = {
     "precision=16": ["precision.init_scale=4096"],
     "precision=16-true": ["precision.init_scale=4096"],
@@ -97,20 +98,21 @@ WITH = {
     "loss=tiled": ["loss.columns=64"],
     **{f"loss={name}": ["loss.columns=64", *PAIRED] for name in pair_oracle.LOSSES},
     "optim.in_backward=true": ["clip=null"],
-    # so that a step is as large as AdamW's, or 16-bit weights would not move
+    # makes a step as large as a step of AdamW, otherwise 16-bit weights would not change
     "optim=sgd": ["lr=10", "optim.weight_decay=0.002"],
 }
-# Sequences per optimizer step, where it is not eight and what is left.
+# Sequences per optimizer step, if the windows are not (8, 1, 8, 1).
 WINDOWS = {"by_epoch": (8, 1, 4, 4), "by_step": (8, 1, 4, 4)}
 
 
 def shipped_but(*names: str) -> tuple[str, ...]:
-    """For `matrix_rows`: a technique that somebody adds is none of these, so that `make test` runs its rows."""
+    """Returns the techniques of conf/ for `matrix_rows`, except these names. A new technique is not in this list, so
+    `make test` runs its rows."""
     return tuple(one for one in SHIPPED if one not in names)
 
 
 class Ragged(Rows):
-    """Sequences of different lengths: behind its end, and in a masked stretch, a sequence has no labels."""
+    """Sequences of different lengths. The first two tokens and the tokens after the end have no labels."""
 
     seq_len = LENGTH
 
@@ -130,7 +132,7 @@ class Ragged(Rows):
 
 
 def pairs_loss(cfg):
-    """Returns the name of the run's loss if it is one of pairs or rated answers; else None."""
+    """Returns the name of the run's loss if it is a preference loss, otherwise None."""
     name = cfg.loss.target.rpartition(".")[2].lower()
     return name if name in pair_oracle.LOSSES else None
 
@@ -142,14 +144,18 @@ def rows_for(pairs):
 
 
 def overrides(*techniques):
-    lines = [*BASE, *(line for t in techniques for line in WITH.get(t, [])), *techniques]  # what was asked for wins
-    if {"optim=sgd", "optim.in_backward=true"} <= {*techniques}:  # unclipped, steps that large diverge
+    lines = [
+        *BASE,
+        *(line for t in techniques for line in WITH.get(t, [])),
+        *techniques,
+    ]  # typed techniques override the others
+    if {"optim=sgd", "optim.in_backward=true"} <= {*techniques}:  # steps of this size diverge without clipping
         lines += ["lr=0.1", "optim.weight_decay=0.2"]
     return lines
 
 
 def trainer(cfg, plugins, callbacks, strategy=None):
-    """The real one, on the device that `cfg` says."""
+    """Returns a Lightning trainer for the device of `cfg`."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     return Trainer(
         accelerator="gpu" if cfg.device == "cuda" else "cpu",
@@ -186,7 +192,7 @@ class Losses(Callback):
     def __init__(self):
         self.seen, self.read = [], []
 
-    def on_before_backward(self, trainer, module, loss):  # a forward pass has waited for what was still on its way
+    def on_before_backward(self, trainer, module, loss):  # the forward pass has waited for all copies of weights
         weights, stored = module.model.named_parameters(), module.weights.stored
         self.now = {name: stored(p).detach().to("cpu", torch.float32, copy=True) for name, p in weights}
 
@@ -196,7 +202,12 @@ class Losses(Callback):
 
 
 def run(cfg, wide=False, callbacks=()):
-    """(weights by name before, after) training as `cfg` says, in fp32; wide: as they are; callbacks: more."""
+    """Trains a run. Returns its weights by name (before, after) training.
+
+    Args:
+        wide: whether the trained weights keep their dtype instead of being converted to fp32.
+        callbacks: further callbacks.
+    """
     torch.manual_seed(0)
     module = causal_lm(cfg, model.describe(cfg))
     before = {name: p.detach().float().clone() for name, p in module.model.named_parameters()}
@@ -210,9 +221,11 @@ def run(cfg, wide=False, callbacks=()):
 
 
 def expected(cfg, optim, accumulation, held_in=None):
-    """Weights by name before and after, of the oracle: from the same rounded start, in fp32, on the CPU.
+    """Returns the oracle's weights by name (before, after) training, in fp32 on the CPU, from the run's initial
+    weights.
 
-    Args: held_in: the name of the dtype to which weights are rounded after every step; None: that of the run's weights.
+    Args: held_in: name of the dtype to which weights are rounded after every step; None: the dtype of the run's
+    weights.
     """
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
@@ -233,8 +246,12 @@ def _expected(dtype, held_in, optim, windows, clip, lr, decay, frozen, adapter, 
 
 
 def expected_losses(accumulation, weights, adapter=None, dtype="float32", pairs=None):
-    """The oracle's of every window, in fp32 on the CPU, at the weights by name that are given for each. dtype: in which
-    those were loaded that are not given."""
+    """Returns the oracle's loss of every window, in fp32 on the CPU.
+
+    Args:
+        weights: weights by name for each window.
+        dtype: dtype in which weights that are not given were loaded.
+    """
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
     read, loss = partial(_read, pairs), _mean_loss(pairs)
     return oracle.losses(_network(dtype, adapter), read, windows, SEQUENCES, weights, loss)
@@ -245,13 +262,13 @@ def _mean_loss(pairs):
 
 
 def _adapter(cfg):
-    """Its name, where there is one."""
+    """Returns the name of the run's adapter, or None."""
     named = {run_of([f"adapter={name}"]).adapter.target: name for name in techniques("adapter") if name != "none"}
     return named.get(cfg.adapter.target)
 
 
 def _network(dtype, adapter=None):
-    """In fp32. With an adapter: the oracle's own, that starts with the numbers that the technique drew."""
+    """Returns the oracle's model in fp32. An adapter of the oracle starts with the technique's initial numbers."""
     described = model.describe(run_of(MODEL))
 
     def built():
@@ -266,7 +283,7 @@ def _network(dtype, adapter=None):
     plain = built().float()
     oracle.adapt(plain, start, drawn.lora_alpha, drawn.r)
     for name, part in plain.named_modules():
-        if name.endswith(".base_layer") and f"{name}.weight" not in start:  # what 4 bits left of it, and no parameter
+        if name.endswith(".base_layer") and f"{name}.weight" not in start:  # the dequantized weight, as a buffer
             del part.weight
             part.register_buffer("weight", network.get_submodule(name).weight.float())
     return plain
@@ -282,8 +299,9 @@ def _read(pairs, indices):
 
 
 def deviations(cfg, *techniques):
-    """From the oracle, relative: (update of matrices, of vectors, the farthest loss of a window at the weights that the
-    run had: what led to them is in the update)."""
+    """Returns relative deviations from the oracle: (update of matrices, update of vectors, largest deviation of a
+    window's loss). The oracle computes the losses at the run's weights, because errors of the weights are part of the
+    updates."""
     chosen = dict(technique.split("=") for technique in techniques)
     accumulation = chosen.get("accumulation", "none")
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
@@ -295,7 +313,7 @@ def deviations(cfg, *techniques):
 
 
 def missing(technique, found):
-    """Returns what to add if a technique is farther from the oracle than it may be."""
+    """Returns a message that says what to add if a technique exceeds its tolerance."""
     rule = (
         "its update rule in RULES of tests/support/oracle.py, where it is not AdamW's; "
         if "optim=" in technique
@@ -308,7 +326,8 @@ def missing(technique, found):
 
 
 def off_on_one_matrix(cfg, wrong=False):
-    """An optimizer's update after 20 steps, relative to AdamW's; wrong: every second gradient is lost."""
+    """Returns the relative deviation of an optimizer's update from AdamW's after 20 steps. Args: wrong: whether every
+    second gradient is dropped."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 128, bias=False).to(cfg.device)
     theirs, state = model.weight.detach().cpu().clone(), {}
@@ -328,7 +347,7 @@ def errors(start, ours, theirs):
     def relative(names):
         wrong = torch.cat([(ours[n] - theirs[n]).flatten() for n in names]).norm()
         right = torch.cat([(theirs[n] - start[n]).flatten() for n in names]).norm()
-        return (wrong / right).item() if right else float(wrong > 0)  # where all of a kind are frozen
+        return (wrong / right).item() if right else float(wrong > 0)  # if all parameters of this kind are frozen
 
     matrices = [name for name in theirs if theirs[name].dim() >= 2]
     return relative(matrices), relative([name for name in theirs if name not in matrices])

@@ -1,7 +1,7 @@
 """Checks the rules of docs/style.md that a machine can check. `make lint` runs both commands.
 
 `python tests/support/prose.py src/lowmem benchmarks tests` checks code for its readers: names of functions and classes
-that could mean anything, names of tests that need a pronoun, and phrases of docstrings and comments.
+without meaning, names of tests that begin with a pronoun, and phrases of docstrings and comments.
 
 `python tests/support/prose.py --texts src/lowmem conf docs README.md` checks texts for users: strings of src,
 comments of conf/, the comparison page, and pages outside of code.
@@ -36,7 +36,7 @@ SAY_NOTHING = frozenset(
     shapes first""".split()  # noqa: SIM905
 )
 NAMED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-# In a report of failures a test's name stands alone. After `the_same` a noun must follow.
+# In a report of failures a test's name must make sense alone. After `the_same` a noun must follow.
 PRONOUN = re.compile(r"test_(it|they|so|these|those|what|one|both)_")
 NO_NOUN = "as|at|by|each|for|from|if|in|of|on|only|or|the|to|too|twice|way|when|with|without"
 SAME = re.compile(rf"_the_same(?:$|_(?:{NO_NOUN})(?:_|$))")
@@ -91,8 +91,8 @@ def remarks(source: str) -> Iterator[Text]:
 
 # --- texts, for users ------------------------------------------------------------------------------------------------
 
-NUMBER = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands in a text for a number that is computed
-# nouns of which there may be one
+NUMBER = "\N{OBJECT REPLACEMENT CHARACTER}"  # replaces a computed number in a text
+# nouns whose singular is needed after 1
 THINGS = """answers batches blocks cards checkpoints choices conversations devices documents epochs examples files keys
     layers lines messages micro-batches pairs prompts records rows runs samples sequences splits steps texts
     windows""".split()  # noqa: SIM905
@@ -133,7 +133,7 @@ def phrases(file: Path, found: Iterable[Text], rules: Mapping[str, str]) -> Iter
 
 
 def texts(file: Path) -> Iterator[Text]:
-    """Yield what users read of a file of src, conf/ or docs/."""
+    """Yields the texts for users of a file of src, conf/ or docs/."""
     source = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         yield from strings(ast.parse(source))
@@ -145,7 +145,8 @@ def texts(file: Path) -> Iterator[Text]:
 
 
 def strings(tree: ast.AST) -> Iterator[Text]:
-    """Yield all strings but docstrings: refusals, log lines, tables. A computed number is NUMBER, another value {}."""
+    """Yields all strings except docstrings: refusals, log lines, tables. A computed number is replaced by NUMBER, and
+    any other value by {}."""
     skipped = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):  # a docstring

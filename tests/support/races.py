@@ -1,4 +1,4 @@
-"""One training over a lane, as it is and with one wait left out: each wrong variant is a race on a card."""
+"""Trains over a lane, correctly or with one wait left out. Each wrong variant would be a race on a card."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -29,7 +29,7 @@ def run(lane, model, arguments, weights=("weights=streamed",)):
 
 @contextmanager
 def all_over(lane):
-    """Makes everything inside, whole runs too, copy over a lane as a card's runs do."""
+    """Makes all runs in this context copy over a lane, as on a card."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(boundary, "_lane", lambda device: lane))
         patches.enter_context(patch.object(streamed, "lane_of", lambda device: lane))
@@ -47,7 +47,7 @@ def without_hold(patch):
 
 
 def slot_given_back_too_early(patch):
-    """The next copy into the slot waits for the one before, not for the computation that reads it."""
+    """The next copy into a slot waits for the previous copy, but not for the computation that reads the slot."""
     free = StreamedWeights._free
 
     def too_early(self, slot):
@@ -80,7 +80,8 @@ def weight_read_before_it_is_back(patch):
 
 
 def copy_down_read_without_an_event(patch):
-    """As `.to("cpu", non_blocking=True)` that is read at once; so is a step that begins before the copy is complete."""
+    """The host reads a gradient before its copy is complete, as after `.to("cpu", non_blocking=True)` without an
+    event."""
     receive = StagedLink._receive
     patch.setattr(
         StagedLink, "_receive", lambda self, to, start, here, _, slot: receive(self, to, start, here, AtOnce(), slot)
@@ -92,7 +93,7 @@ def gradient_freed_before_its_copy_has_run(patch):
 
 
 def copy_before_the_gradient_is_complete(patch):
-    """The mark is one of the start of the run."""
+    """All copies wait for the first event of the run instead of the event of their gradient."""
     copy = CardLane.copy
 
     def early(self, to, source, after):
@@ -126,7 +127,7 @@ def boundary_fetched_before_it_has_left(patch):
 
 
 def slot_taken_from_a_block_that_backward_reads(patch):
-    """If no slot is free, the copy goes into the one that computes."""
+    """If no slot is free, the copy overwrites a slot that computes."""
     fetch = StreamedWeights._fetch
 
     def taking(self, number):

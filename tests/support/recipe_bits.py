@@ -1,9 +1,9 @@
-"""Trains a list of recipes and prints the bits of their losses and exported weights: a refactoring changes none.
+"""Trains a list of recipes and compares their losses and exported weights bit by bit, before and after a refactoring.
 
     python tests/support/recipe_bits.py --to before.json
     python tests/support/recipe_bits.py --against before.json [--only WORDS]
 
-Bits depend on the machine and its libraries, so no file of them is committed: both commands run on one machine.
+The bits depend on the machine and its libraries, so the file is not committed: run both commands on one machine.
 """
 
 import argparse
@@ -99,7 +99,7 @@ RECIPES = {
 
 
 def bits(lines: list[str], folder: Path) -> dict[str, object]:
-    """Trains a recipe. Returns: its losses as they are printed, and a digest of its exported weights; or its error."""
+    """Trains a recipe. Returns its printed losses and a digest of its exported weights, or its error."""
     lines = [line.format(folder=folder / "drive") for line in lines]
     (folder / "drive").mkdir()
     model = [] if {*LLAMA} <= {*lines} else GPT2

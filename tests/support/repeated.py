@@ -1,12 +1,11 @@
 """Lists places of the code that share six or more lines, by text or by shape. `make lint` runs it.
 
-`python tests/support/repeated.py src/lowmem` prints each pair of places, and the number of pairs. With `--most 4`,
-more than four pairs are an error.
+`python tests/support/repeated.py src/lowmem` prints each pair of places, and the number of pairs. With `--most 4`, more
+than four pairs are an error.
 
-Two places have the same shape if only names, strings and numbers differ, and each name of one place always stands where
-a single name of the other stands. Comments, imports, docstrings and lines of punctuation are left out. Data is not
-repeated code: shapes are compared of lines that have a name, and of six lines only if they are not rows of a table,
-which have fewer than three shapes.
+Two places have equal shapes if only names, strings and numbers differ, and names are replaced consistently. Comments,
+imports, docstrings and lines of punctuation are ignored. Data is not repeated code: only lines with a name have shapes,
+and six lines with fewer than three different shapes count as rows of a table and are ignored.
 """
 
 import argparse
@@ -67,7 +66,7 @@ def text(place: Sequence[Line]) -> Hashable:
 
 
 def shape(place: Sequence[Line]) -> Hashable:
-    """Returns the tokens of lines, with a number for each name; None for rows of a table."""
+    """Returns the tokens of lines with names replaced by numbers, or None for rows of a table."""
     numbers: dict[str, int] = {}
     lines = [
         tuple(numbers.setdefault(t, len(numbers)) if t.isidentifier() and not iskeyword(t) else t for t in line.tokens)
@@ -78,7 +77,7 @@ def shape(place: Sequence[Line]) -> Hashable:
 
 
 def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> Iterator[str]:
-    """Yield each pair of places that are alike, as long as they can be and without overlap."""
+    """Yields each pair of equal places, with their maximum length and without overlap."""
     found = defaultdict(list)
     for start in range(len(lines) - LEAST + 1):
         place = lines[start : start + LEAST]

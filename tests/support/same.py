@@ -1,4 +1,4 @@
-"""Compares the ends of two runs: every tensor to the bit, whatever it is nested in."""
+"""Compares the last checkpoints of two runs: every tensor bit by bit, at any nesting."""
 
 import torch
 
@@ -8,10 +8,12 @@ from lowmem.step.fp32_halves import joined
 
 
 def last(run):
-    """Returns the training state in the newest checkpoint of a run folder, each weight in full."""
+    """Returns the training state in the newest checkpoint of a run folder. Weights stored in two halves are joined."""
     saved = torch.load(complete(run / "checkpoints")[-1], weights_only=True)
     state, rests = saved["state_dict"], saved.pop("rests", {})
-    whole = {state[name].data_ptr(): joined(state[name], rest) for name, rest in rests.items()}  # a tied one too
+    whole = {
+        state[name].data_ptr(): joined(state[name], rest) for name, rest in rests.items()
+    }  # by address, so that tied weights stay tied
     saved["state_dict"] = {name: whole.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
     elsewhere = ("loops", "callbacks", "pytorch-lightning_version", "epoch", "hparams_name", "hyper_parameters")
     return {key: value for key, value in saved.items() if key not in elsewhere}

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 
 
 class Pinned(Callback):
-    """Writes whether a rank's shards are in pinned memory. Args: folder: gets a file of each rank."""
+    """Writes whether a rank's shards are in pinned memory. Args: folder: folder for a file of each rank."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)

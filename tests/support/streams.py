@@ -1,4 +1,4 @@
-"""One short training twice, with weights that stay and weights that stream: everything that both must agree on."""
+"""A short training with resident or streamed weights, and the results that must be equal for both."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from same import same
 from two_models import configured, linked_by, windows
 
 SMALL = {"vocab_size": parity.VOCABULARY, "tie_word_embeddings": True}
-GPT2 = {"n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}  # its dropouts are 0.1
+GPT2 = {"n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}  # with the default dropout of 0.1
 OTHER = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
 OTHER |= {"intermediate_size": 128, "head_dim": 32, "attention_dropout": 0.1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
-# A mixture adds a loss of its own, whose gradient reaches a block beside that of its output.
+# A mixture of experts has an auxiliary loss, whose gradient reaches a block in addition to the gradient of its output.
 MODELS = {
     "gpt2": GPT2 | SMALL,
     "llama": OTHER | SMALL | {"tie_word_embeddings": False},
@@ -29,7 +29,7 @@ MODELS = {
 }
 POLICIES = {name: [] for name in ("every_layer", "sqrt", "selective", "offload", "offload_attention")}
 POLICIES |= {"every_k": ["gradient_checkpointing.k=2"]}
-SCALE = {"16-master": ["precision.init_scale=3e5"]}  # so high that the first steps are skipped
+SCALE = {"16-master": ["precision.init_scale=3e5"]}  # high enough to skip the first steps
 
 
 class Trained(NamedTuple):
@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
 
 class Sees(Callback):
-    """The masters and the losses, before the run ends: what is asked later may be what `stop` has put there."""
+    """Records masters, weights and losses before the run ends, because `stop` may replace the weights."""
 
     def __init__(self):
         self.losses = parity.Losses()
@@ -61,7 +61,7 @@ class Sees(Callback):
 
 
 def lines(model, *more, precision="bf16-master", policy="every_layer", optim="adamw8bit", clip="norm"):
-    """The arguments of `trained`, in the order of its own."""
+    """Returns `arguments` for `trained`."""
     chosen = (f"gradient_checkpointing={policy}", *POLICIES.get(policy, []), *SCALE.get(precision, []), *more)
     return (precision, optim, clip, "fixed", "linear", *chosen)
 
@@ -72,7 +72,15 @@ def built(cfg, model, **changed):
 
 
 def trained(config, weights, model, arguments, lane=None, changed=(), prepare=lambda module: None) -> Trained:
-    """Args: arguments: see `lines`; lane: of gradients and weights, whose copies are late; changed: in its shape."""
+    """Trains a model and returns the results.
+
+    Args:
+        weights: overrides of the placement of weights.
+        arguments: see `lines`.
+        lane: lane for copies of gradients and weights; None: the default.
+        changed: changes to the shape of the model.
+        prepare: called with the module before training.
+    """
     precision, optim, clip, accumulation, scheduler, *more = arguments
     cfg = configured(config, precision, optim, clip, accumulation, scheduler, *more, *weights)
     module = built(cfg, model, **dict(changed))

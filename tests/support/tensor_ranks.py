@@ -1,4 +1,4 @@
-"""Runs the ranks of a group for `strategy/test_tensor_parallel.py`: they train beside one process alone."""
+"""Runs the ranks of a group for `strategy/test_tensor_parallel.py`, and compares them with one process."""
 
 import re
 from contextlib import ExitStack
@@ -31,7 +31,7 @@ LOSSES = {"full": full, "chunked": Chunked(5), "tiled": Tiled(7)}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts them. torch's own count has hooks that hand each layer a tensor of its own."""
+    """Counts collectives. (The hooks of torch's counter would give each layer another tensor.)"""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Held(nn.Module):
-    """A run's module, as a strategy sees it."""
+    """A stand-in for a run's module, with the members that a strategy reads."""
 
     def __init__(self, model):
         super().__init__()
@@ -51,8 +51,8 @@ class Held(nn.Module):
 
 
 def network(kind, dtype=torch.float64, **changes):
-    """Two blocks with grouped heads where the architecture has them; every weight, also of norms, is a number that
-    shows in the result."""
+    """Returns a model of two blocks, with grouped heads if the architecture has them. All weights, including norms, are
+    random, so that each affects the result."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": kind == "qwen3"}
     if kind == "gpt2":
@@ -75,8 +75,13 @@ def network(kind, dtype=torch.float64, **changes):
 
 
 def live(rank, size, store, cases, results):
-    """Args: store: a file to meet at; cases: a pipe of keywords of `compared`, and None in the end; results: a pipe, of
-    rank 0."""
+    """Runs a rank until there are no more cases.
+
+    Args:
+        store: file for the rendezvous of the ranks.
+        cases: pipe with the arguments of `compared` for each case, and None at the end.
+        results: pipe for the results of rank 0.
+    """
     quiet()
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
@@ -94,7 +99,8 @@ def live(rank, size, store, cases, results):
 
 
 def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="AdamW", wrong=None, groups=1, **how):
-    """Returns the distance of a group from one process that reads all rows, after one window and after some steps."""
+    """Returns the differences between a group and one process that reads all rows: gradients after one window, and
+    weights after STEPS windows."""
     how_made = {"dtype": dtype, **how.pop("changes", {})}
     one, ours = network(kind, **how_made), network(kind, **how_made)
     for model in (one, ours):
@@ -164,7 +170,7 @@ def gradients(ranks, one, ours):
         "gradients": distance(ranks, ours, expected, lambda p: p.grad),
         "norm": abs(ranks.norm([ranks.local(p) for _, p in trainable(ours)]).item() / norm.item() - 1.0)
         if norm.dtype == torch.float32
-        else 0.0,  # it is taken in fp32
+        else 0.0,  # the group computes the norm in fp32
         "bits": all(same(ranks.local(p).grad) for p in ours.parameters() if ranks.holders(p) > 1 and p.requires_grad),
     }
 
@@ -174,7 +180,8 @@ def named(model):
 
 
 def distance(ranks, model, expected, of):
-    """Largest difference of any element, put together from all ranks. Args: of: local parameter -> what is compared."""
+    """Returns the largest difference of any element of the gathered tensors. Args: of: local parameter -> tensor to
+    compare."""
     wholes = {name: ranks.gathered(p, of(ranks.local(p)).detach()) for name, p in named(model) if name in expected}
     return max((wholes[name] - tensor).abs().max().item() for name, tensor in expected.items())
 
@@ -191,11 +198,13 @@ def without_sums(self, module):
     return {name: style for name, style in styles.items() if style != tensor_parallel.SUMMED}
 
 
-# Deliberately wrong variants: what is exchanged for what.
+# Deliberately wrong variants: (object, attribute, replacement).
 WRONG = {
-    "heads": ((tensor_parallel, "FUSED", 1),),  # query, key and value are not divided each by itself
+    "heads": ((tensor_parallel, "FUSED", 1),),  # query, key and value are divided as one matrix
     "counted twice": ((TensorParallel, "holders", lambda *_: 1),),
-    "not summed": ((TensorParallel, "gather_gradients", Divided.gather_gradients),),  # nor compared
+    "not summed": (
+        (TensorParallel, "gather_gradients", Divided.gather_gradients),
+    ),  # gradients are neither summed nor compared
     "no sum in the plan": ((TensorParallel, "laid_out", without_sums),),
     "own tiles": ((HeadShard, "joined", lambda _, *of_tiles: of_tiles),),
 }

@@ -1,9 +1,10 @@
-"""Sorts the tests into tiers by what they prove.
+"""Sorts the tests into tiers by their marks.
 
-A test's marks say what it is: `matrix`, `wrong`, `docs`, `process` or `gpu`; a test without any of them is a `unit`.
-`seam` says that a `process`, say, is the one that shows its seam. `rows` does so for a parametrized test: the rows that
-it names are `seam`, the others `matrix`; `matrix_rows` names the others. `make test` runs units and seams, and
-`make test-all` everything. `--shard=2/4` runs the second quarter of the chosen tests; four quarters are all of them.
+A test is marked `matrix`, `wrong`, `docs`, `process` or `gpu`; a test without any of these marks is a `unit`. `seam`
+marks a test (for example a `process`) that `make test` runs because it covers an interface. `rows` does this for a
+parametrized test: the rows that it names are `seam`, the others `matrix`; `matrix_rows` names the others. `make test`
+runs units and seams, and `make test-all` all tests. `--shard=2/4` runs the second quarter of the selected tests; the
+four quarters together are all of them.
 
 A Python process takes seconds, so only a test with the mark may start one.
 """
@@ -34,9 +35,9 @@ def shard(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest itself reads `-m`
+@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m`
 def pytest_collection_modifyitems(config, items):
-    if not any("::" in argument for argument in config.args):  # else only some rows of a matrix have been collected
+    if not any("::" in argument for argument in config.args):  # otherwise only some rows of a matrix are collected
         check_rows(items)
     for item in items:
         if "processes" in item.fixturenames:
@@ -51,7 +52,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_of(item) -> str | None:
-    """Returns the mark that follows from a test's own marks, if any does."""
+    """Returns the mark that follows from a test's other marks, or None."""
     if has_row(item):
         named = [is_named(item, mark) for mark in item.iter_markers("rows")]
         left_out = [is_named(item, mark) for mark in item.iter_markers("matrix_rows")]
@@ -65,13 +66,14 @@ def has_row(item) -> bool:
 
 
 def is_named(item, mark) -> bool:
-    """Compare the patterns with the row's id and with each of its values that is text."""
+    """Returns whether a pattern of the mark matches the row's id or one of its text values."""
     names = (item.callspec.id, *(value for value in item.callspec.params.values() if isinstance(value, str)))
     return any(fnmatchcase(name, pattern) for name in names for pattern in mark.args)
 
 
 def check_rows(items) -> None:
-    """Refuse `rows` that leave a test without a seam: they name no row, or different ones, or only `matrix` rows."""
+    """Raises an error for `rows` that leave a test without a seam: they match no row, or exclude each other, or match
+    only `matrix` rows."""
     found: dict[str, bool] = {}
     for item in filter(has_row, items):
         if item.get_closest_marker("rows"):
@@ -82,11 +84,11 @@ def check_rows(items) -> None:
         raise pytest.UsageError(f"rows(...) of {', '.join(lost)} leaves no row that `make test` would run.")
 
 
-running = []  # the test that runs
+running = []  # the current test
 
 
 def pytest_configure(config):
-    """Make a test without the mark `process` or `docs` fail where it starts a Python process or a shell."""
+    """Makes a test without the mark `process` or `docs` fail if it starts a Python process or a shell."""
     sys.addaudithook(refuse_command)
     start = BaseProcess.start
     BaseProcess.start = lambda process: (refuse(), start(process))[1]
@@ -100,7 +102,7 @@ def pytest_runtest_protocol(item):
 
 
 def refuse_command(event, arguments) -> None:
-    """Refuse a Python process or a shell; but not a compiler or git, nor what torch.compile asks in a process."""
+    """Refuses a Python process or a shell, but not a compiler, git, or a process of torch.compile."""
     if event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith(("python", "bash")):
         frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
         if not any("_inductor" in file for file in frames):

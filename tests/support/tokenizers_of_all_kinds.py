@@ -1,5 +1,5 @@
-"""Small tokenizers of every kind that the `tokenizers` library has: each model with each pre-tokenizer, and what may
-stand around a text."""
+"""Small tokenizers of every kind in the `tokenizers` library: each model with each pre-tokenizer, and with special
+tokens before and after a text."""
 
 from functools import cache
 
@@ -41,7 +41,7 @@ PRE_TOKENIZERS = {
     "none": (None, decoders.Fuse),
 }
 MODELS = ("bpe", "bpe with bytes", "unigram", "wordpiece", "wordlevel")
-# name -> post-processor, and the tokens before and behind a text
+# name -> post-processor, tokens before a text, tokens after a text
 AROUND = {
     "nothing": (None, [], []),
     "bos": (lambda: _template(f"{BOS} $A"), [BOS], []),
@@ -79,7 +79,7 @@ def _untrained(model):
 
 @cache
 def backend(model: str, pre_tokenizer: str, lower: bool = False) -> str:
-    """The tokenizer without anything around a text, as JSON."""
+    """Returns a tokenizer without a post-processor, as JSON."""
     split, decoder = PRE_TOKENIZERS[pre_tokenizer]
     of_bytes = model == "bpe with bytes"
     untrained, trainer = _untrained("bpe" if of_bytes else model)

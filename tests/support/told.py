@@ -1,4 +1,4 @@
-"""A run as typed, in a process of its own, that waits at a given moment until it has been sent a signal."""
+"""Runs a command in a separate process that waits in a given phase for a signal."""
 
 import os
 import signal
@@ -7,17 +7,22 @@ import time
 from pathlib import Path
 
 PHASES = ("load", "step", "evaluation", "save", "sampling", "export")
-LONG = 20.0  # seconds: what is not cut takes longer than half of it, which is all that any test allows
+LONG = 20.0  # seconds of an uninterrupted wait; a test fails if a process takes half of it
 
 
 def live(root: str, arguments: list[str], phase: str | None, said: str, deaf: bool = False) -> None:
-    """Args: phase: where it waits; said: the file for what it prints; deaf: the deliberately wrong variant, whose
-    handlers are not installed."""
+    """Runs the command.
+
+    Args:
+        phase: phase in which the run waits; None: it does not wait.
+        said: file for the output.
+        deaf: True is wrong on purpose: no signal handlers are installed.
+    """
     sys.path.insert(0, root)
     os.chdir(root)
     for number in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a process of a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore SIGINT
 
     import train
 
@@ -33,7 +38,7 @@ def live(root: str, arguments: list[str], phase: str | None, said: str, deaf: bo
 
 
 def _arrange(phase: str, reached: Path) -> None:
-    """Makes the phase's function say that it was reached, and take its time."""
+    """Makes the function of the phase create the file `reached`, and then wait."""
     from lowmem.data import token_store
     from lowmem.report.sample import Samples
     from lowmem.saving import checkpoint
@@ -56,7 +61,7 @@ def _arrange(phase: str, reached: Path) -> None:
         setattr(where, name, slow)
 
     if phase == "load":
-        before(token_store, "load_bpe", LONG)  # a draft of the cache is there
+        before(token_store, "load_bpe", LONG)  # a temporary file of the cache exists
     elif phase == "step":
         before(CausalLM, "training_step", 1.0, lambda module, *_: module.global_step == 2)
     elif phase == "evaluation":
@@ -66,11 +71,13 @@ def _arrange(phase: str, reached: Path) -> None:
     elif phase == "sampling":
         _ask_slowly(Samples, wait)
     elif phase == "export":
-        before(token_store.PreTrainedTokenizerFast, "save_pretrained", LONG)  # the weights are in the draft already
+        before(
+            token_store.PreTrainedTokenizerFast, "save_pretrained", LONG
+        )  # the temporary folder already has the weights
 
 
 def _ask_slowly(samples: type, wait) -> None:
-    """At the last evaluation, when all steps are done."""
+    """Makes the samples of the last evaluation, after all steps, wait."""
     draw = samples.on_validation_epoch_end
 
     def slow(self, trainer, module) -> None:

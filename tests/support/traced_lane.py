@@ -1,14 +1,15 @@
-"""Tells every access to shared memory to torch's own happens-before checker, so that a race needs no luck to be seen.
+"""Reports every access to shared memory to torch's happens-before checker, so that races are found regardless of
+timing.
 
-`torch.cuda._sanitizer.EventHandler` keeps vector clocks of streams. Here it gets a stream for the device's computation,
-one for each direction of copies, and one for each thread of the host. A thread that gives work to a stream orders the
-stream after itself; the other way round takes an event that somebody waits for, a queue or a future. Copies really run
-at once, so nothing depends on time: two accesses of which nothing orders one after the other are an error, whenever
-they ran.
+`torch.cuda._sanitizer.EventHandler` has a vector clock for each stream. Here it gets a stream for the device's
+computation, a stream for each direction of copies, and a stream for each host thread. If a thread launches work on a
+stream, the work is ordered after the thread. The opposite order needs an event that somebody waits for, a queue or a
+future. Copies run synchronously, so the result does not depend on time: two accesses without an order are an error,
+whenever they ran.
 
-Watched are the tensors that go through a lane: staging slots, slots of weights, host blocks, gradients and weights.
-Operators of the training loop's thread, and of micro-batches that have one of their own, run on the device's stream,
-unless they touch host memory; operators of other threads run on the host.
+The checker watches the tensors that go through a lane: staging slots, slots of weights, host blocks, gradients and
+weights. Operators of the training thread, and of the threads of micro-batches, run on the device's stream unless they
+access host memory. Operators of other threads run on the host.
 """
 
 import threading
@@ -30,7 +31,7 @@ from lowmem.offload.copy_lanes import CardLane
 from lowmem.offload.link import StagedLink
 from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, compiled
 
-# Importing the sanitizer switches it on for a card: every test after that would record the stack of every allocation.
+# Importing the sanitizer would activate it for cards, and later tests would record the stack of every allocation.
 with patch.object(torch._C, "_activate_gpu_trace", lambda: None):
     from torch.cuda._sanitizer import Access, AccessType, EventHandler
 
@@ -39,23 +40,22 @@ NO_ACCESS = ("aten.empty", "aten.new_empty", "aten.sym_", "aten.is_", "aten.deta
 
 
 class Races:
-    """Collects the errors of one training. The checker is not made for several threads: `lock` lets in one at a
-    time."""
+    """Collects the errors of one training. The checker is not thread-safe, so `lock` protects it."""
 
     def __init__(self):
         self.handler, self.lock, self.numbers = EventHandler(), threading.RLock(), count(1)
         self.errors, self.checked, self.events = [], 0, count(1)
         self.watched, self.on_host, self.kept = {}, set(), set()
-        self.written = {}  # storage -> when the device last wrote it
+        self.written = {}  # storage -> sequence number of the last write on the device
 
     # --- order ----------------------------------------------------------------------------------------------------
 
     def host(self):
-        """Returns the name of the present thread's stream."""
+        """Returns the name of the stream of the current thread."""
         return f"host thread {threading.current_thread().name}"
 
     def record(self, stream):
-        """Returns an event that has everything which the stream has done so far."""
+        """Returns an event that is complete when all previous work of the stream is complete."""
         with self.lock:
             event = next(self.events)
             self.handler._handle_event_record(event, stream)
@@ -66,7 +66,7 @@ class Races:
             self.handler._handle_event_wait(event, stream)
 
     def order(self, stream, after):
-        """Orders all further work of a stream after everything that another one has done so far."""
+        """Orders all later work of a stream after all previous work of another stream."""
         with self.lock:
             states = self.handler.syncs.current_sync_states
             for name in (stream, after):
@@ -76,7 +76,7 @@ class Races:
     # --- accesses -------------------------------------------------------------------------------------------------
 
     def key(self, tensor, watch=False, on_host=False):
-        """Returns the number of a tensor's storage; None: it is not watched."""
+        """Returns the number of a tensor's storage, or None if it is not watched."""
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place not in self.watched and watch:
@@ -91,7 +91,7 @@ class Races:
         return self.watched.get(place)
 
     def freed(self, place, number):
-        """Is called when a storage is freed: the device's allocator gives its memory to whoever computes next."""
+        """Called when a storage is freed: the device's allocator reuses its memory for the next computation."""
         with self.lock:
             self.watched.pop(place, None)
             if number not in self.on_host and number not in self.kept:
@@ -106,7 +106,7 @@ class Races:
             self.errors += self.handler._handle_kernel_launch(stream, reads, writes, set(), name, names)
 
     def operator(self, func, args, kwargs, out):
-        """Is told of each operator that a thread runs."""
+        """Reports the accesses of an operator that a thread runs."""
         name = str(func)
         if func.is_view or name.startswith(NO_ACCESS):
             return
@@ -135,7 +135,7 @@ def trains(thread):
 
 
 class Watching(TorchDispatchMode):
-    """Tells the checker of every operator of this thread."""
+    """A dispatch mode that reports every operator of this thread to the checker."""
 
     def __init__(self, races):
         super().__init__()
@@ -148,7 +148,7 @@ class Watching(TorchDispatchMode):
 
 
 class Stream:
-    """A stream that runs nothing: whoever gives it work has the work done at once."""
+    """A stand-in for a CUDA stream, whose work runs synchronously."""
 
     def __init__(self, races, name):
         self.races, self.name = races, name
@@ -160,7 +160,7 @@ class Stream:
         pass
 
     def record_event(self):
-        self.races.order(self.name, self.races.host())  # it is recorded when the host says so
+        self.races.order(self.name, self.races.host())  # the host records the event after its previous work
         return Event(self.races, self.races.record(self.name))
 
     def wait_event(self, event):
@@ -177,7 +177,7 @@ class Event:
 
 
 class TracedLane(CardLane):
-    """The lane of a card, with streams that the checker knows, on a CPU."""
+    """The lane of a card, on a CPU, with streams of the checker."""
 
     def __init__(self, races, registers=True):
         self.races, self.can_register = races, registers
@@ -210,7 +210,7 @@ class TracedLane(CardLane):
             stream = UP if pair[1] in self.races.on_host else DOWN
         with NotWatched():
             reached = super().copy(to, source, after)
-        # between the wait and the event that `copy` has just made for it
+        # the access is between the wait and the event of this copy
         self.races.access(stream, pair[1:], pair[:1], "copy")
         reached.number = self.races.record(stream)
         return reached
@@ -225,7 +225,7 @@ class TracedLane(CardLane):
 
 
 class NotWatched:
-    """Runs a copy that the checker is told of by itself."""
+    """Disables dispatch modes during a copy, which is reported separately."""
 
     def __enter__(self):
         self._off = torch.utils._python_dispatch._disable_current_modes()
@@ -300,7 +300,7 @@ def traced_flag(races):
 
 def traced_semaphore(races):
     class Semaphore(threading.Semaphore):
-        """A baton: whoever takes it comes after everything that its last holder has done."""
+        """A semaphore that orders a thread that acquires it after all work of the thread that released it."""
 
         event = None
 
@@ -344,7 +344,7 @@ def traced_pool(races):
 
 @contextmanager
 def watched():
-    """Yields the races of what is trained inside."""
+    """Yields the races of trainings in this context."""
     races = Races()
     work, address = StagedLink._work, compiled.address
 

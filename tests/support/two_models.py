@@ -1,4 +1,4 @@
-"""The naive loop with two whole models, and the same training by lowmem: what both must agree on to the bit."""
+"""A naive training loop with two full models, and the training of lowmem: both must agree bit by bit."""
 
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -26,7 +26,7 @@ CLIPS = {
 
 
 def configured(config, precision, optim, clip, accumulation, scheduler, *more):
-    """Six steps: windows of four micro-batches and, where an epoch ends, a short one."""
+    """Returns the config of six steps: windows of four micro-batches, and a short window at the end of an epoch."""
     named = (f"precision={precision}", f"optim={optim}", f"accumulation={accumulation}")
     lines = parity.overrides(*named, *more)
     lines = [line for line in lines if line.split("=")[0] not in ("scheduler", "scheduler.warmup_steps")]
@@ -51,9 +51,10 @@ def windows(cfg):
 
 
 def naive(cfg):
-    """Two whole models and a whole copy of the gradients: (fp32 weights, 16-bit weights, windows that were skipped)."""
+    """Trains with two full models and a full copy of the gradients. Returns (fp32 weights, 16-bit weights, number of
+    skipped windows)."""
     dtype = torch.float16 if cfg.precision.target.endswith(".Float16Master") else torch.bfloat16
-    with widened(dtype, cfg.device):  # another order of additions has other bits
+    with widened(dtype, cfg.device):  # another order of sums would change bits
         return _naive(cfg, dtype)
 
 
@@ -94,7 +95,8 @@ def _naive(cfg, dtype):
 
 
 def rounded(wide, dtype):
-    """As masters are: fp16 to nearest even; bf16 half up, so that its fp32 fits 16 more bits."""
+    """Rounds like masters: fp16 to nearest even; bf16 with ties away from zero, so that 16 more bits restore the fp32
+    value."""
     if dtype == torch.float16:
         return wide.half()
     upper = (wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
@@ -102,7 +104,7 @@ def rounded(wide, dtype):
 
 
 def ours(cfg, lane=None):
-    """The same of the real module under the real trainer."""
+    """Trains with the real module and trainer. Returns (fp32 weights, 16-bit weights, number of skipped windows)."""
     module = build(cfg)
     plugins = list(map(instantiate, cfg.plugins))
     trainer = parity.trainer(cfg, plugins, callbacks(cfg))

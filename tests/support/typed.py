@@ -1,4 +1,4 @@
-"""Reads typed words as a command does, without Hydra's main: the run, or the sentence that refuses it."""
+"""Reads the words of a command without Hydra's main: returns the run, or raises its refusal."""
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -15,7 +15,7 @@ def typed_run(words: list[str], config: str = "config") -> Run:
     """Returns the run of a command's words.
 
     Raises:
-        Refused: with the sentence that the command prints.
+        Refused: with the message that the command prints.
     """
     lines = cli.prepare(words)
     try:

@@ -1,10 +1,10 @@
-"""Deliberately wrong variants that several tests plant."""
+"""Deliberately wrong variants that several tests use."""
 
 from lowmem.training.module import CausalLM
 
 
 def z_of_each_micro_batch(monkeypatch):
-    """Compute z of the KTO loss from the rows of each micro-batch, not of the window."""
+    """Makes the KTO loss compute z from the rows of each micro-batch instead of the window."""
     right = CausalLM._run_micro_batch
 
     def wrong(self, micro_batch, weight, sums):

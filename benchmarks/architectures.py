@@ -3,12 +3,12 @@
 python -m benchmarks.architectures          # ten minutes on two cores, twenty on one (--workers=1)
 python -m benchmarks.architectures gemma2   # only these families, printed and not saved (--save replaces their cells)
 
-Every family is made small by the same rules, which go by the names of its config's keys, and by `VALUES` where a family
-needs values of its own. Scaling factors and caps get values that change the result, so that a technique that ignores
-them is found. Families that cannot be built are reported as not built. `all kinds` means that the small model has as
-many kinds of blocks (sliding and full attention, dense layers and experts, ...) as the model of transformers' default
-values. `right` means the same loss and gradients as without the technique; for `loss=chunked` up to the order of sums;
-for master weights the same bits as a naive loop with two models; for the planner, that it can trace.
+Every family is made small by rules for the names of its config's keys, and by `VALUES` if a family needs special
+values. Scaling factors and caps get values that change the result, so that a technique that ignores them is detected.
+Families that cannot be built are reported as not built. `all kinds` means that the small model has as many kinds of
+blocks (sliding and full attention, dense layers and experts, ...) as the model of transformers' default values. `right`
+means the same loss and gradients as without the technique; for `loss=chunked` up to the order of sums; for master
+weights the same bits as a naive loop with two models; for the planner, that it can trace.
 """
 
 import argparse
@@ -126,7 +126,7 @@ VALUES = {
         "lsh_attn_chunk_length": 8,
         "num_buckets": 4,
         "hash_seed": 0,
-        "hidden_dropout_prob": 0.0,  # it draws dropout from seeds of its own, which no seed of a run changes
+        "hidden_dropout_prob": 0.0,  # its dropout uses separate seeds, which a run cannot set
         "local_attention_probs_dropout_prob": 0.0,
     },
     "xmod": {"default_language": "en_XX"},
@@ -173,7 +173,7 @@ def _small(keys: Mapping, depth: Depth) -> dict:
     keys = {key: UNSAID.get(key) if value is None else value for key, value in keys.items()}
     small = {key: _value(key, value, depth) for key, value in keys.items() if key not in NOT_OF_THE_MODEL}
     heads, groups = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
-    if heads is not None and heads == groups:  # each head has a key head of its own
+    if heads is not None and heads == groups:  # one key head per query head
         small["num_key_value_heads"] = small["num_attention_heads"]
     if "expand" in keys and "num_heads" in keys:  # a state-space model's heads make up its inner width
         small["num_heads"] = int(small["expand"] * small["hidden_size"]) // small["head_dim"]
@@ -385,8 +385,9 @@ def masters(architecture: dict) -> str:
 
 
 def adapted(architecture: dict) -> str:
-    """Tests that LoRA adapts what it names, that only its matrices have gradients, that PEFT opens its folder with the
-    same layers and logits, and that merging gives the same logits, and weights with the bits of PEFT's merge."""
+    """Tests that LoRA adapts the layers that it names, that only its matrices have gradients, that PEFT opens its
+    folder with the same layers and logits, and that merging gives the same logits, and weights with the bits of PEFT's
+    merge."""
     module, ids = build_module(configured(architecture, "adapter=lora", "adapter.r=4"))
     network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
     for _, p in trainable(network):
@@ -480,7 +481,7 @@ CELLS = {
 
 
 def family(model_type: str, names: Sequence[str] = tuple(CELLS)) -> dict[str, str]:
-    """Returns {cell: "right", or another kind of answer with the reason}. Args: names: of the cells."""
+    """Returns {cell: "right", or another kind of answer with the reason}. Args: names: names of the cells."""
     if model_type in IMPOSSIBLE:
         return {"starts as typed": f"not built: {IMPOSSIBLE[model_type]}"}
     try:

@@ -2,8 +2,9 @@
 
 python -m benchmarks.mixture         # about 25 minutes on two cores, 9 GiB of memory, 6 GB of disk
 
-The shape is that of Qwen3-30B-A3B at a twentieth of its size, from random weights. Streamed masters must end with
-the bits of resident ones. bf16-sr has none to compare with: its random numbers depend on the order of updates.
+The model has the shape of Qwen3-30B-A3B at a twentieth of its size, and random weights. Streamed and resident masters
+must end with equal bits. For bf16-sr streamed and resident weights differ, because its random numbers depend on the
+order of updates.
 """
 
 import argparse

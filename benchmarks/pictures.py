@@ -146,7 +146,7 @@ class Panel(NamedTuple):
     weights: float = 0  # bytes that are copied from the host to the card
 
 
-STATE = 2.03  # bytes of the state of adamw8bit: two of 8 bits, and an fp32 scale of each for 256 of them
+STATE = 2.03  # bytes per parameter of adamw8bit's state: two 8-bit moments, each with an fp32 scale per 256 elements
 TWO_BLOCKS = 2 * 2 / 32  # bytes per parameter of two 16-bit blocks, of a model with 32 blocks
 MASTERS = "precision=bf16-master optim=adamw8bit clip=null"
 STREAMED = "gradient_checkpointing=offload loss=tiled weights=streamed"
@@ -261,11 +261,11 @@ def exchange(picture: Picture, left: float, right: float, y: float, to_right: st
 
 
 class Symptom(NamedTuple):
-    """A symptom, and what to type.
+    """A symptom, and the overrides that help.
 
     Args:
         kind: the class of its colour in memory.png.
-        words: pairs of (what to type, its price), the best one first.
+        words: pairs of (overrides, their price), the best pair first.
     """
 
     kind: str

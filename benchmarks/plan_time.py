@@ -1,4 +1,5 @@
-"""Tests whether the planner ranks recipes by speed as a stopwatch does, and fits the two efficiencies of its roofline.
+"""Tests whether the planner ranks recipes by speed in the order of measured times, and fits the two efficiencies of its
+roofline.
 
 python -m benchmarks.plan_time           # about ten minutes on two cores
 

@@ -1,13 +1,13 @@
 """Trains a real model with each technique, and measures what it learns and what it forgets.
 
 python -m benchmarks.quality                    # about two hours on two cores
-python -m benchmarks.quality --minutes 30       # goes on where the last one ended, for half an hour
+python -m benchmarks.quality --minutes 30       # continues an earlier call for half an hour
 python -m benchmarks.quality --only precision   # one part
 
 SmolLM2-135M-Instruct (tests/support/real_model.py) is trained on Python source that was written after it: the modules
 of transformers with a copyright of 2026. Held out are whole folders of such modules (new) and the reference of the
 Python language (old), which is English that the model has seen before. All rows take the same steps on the same
-batches. A difference counts only beside the spread of the seeds.
+batches. A difference matters only if it is larger than the spread between seeds.
 """
 
 import argparse
@@ -33,7 +33,7 @@ BASE = [
     *("data=text", "seq_len=256", "batch_size=4", f"max_steps={STEPS}", "scheduler.warmup_steps=4", "val_sequences=32"),
     *("val_every=1000", "save_every=1000", "logger=none", "sample_tokens=0", "plan=off", "lr=5e-5"),
 ]
-HELD_OUT = 8  # of these many folders one is held out
+HELD_OUT = 8  # one of this many folders is held out
 OPTIMIZERS = {
     **dict.fromkeys(("adam8bit", "adamw8bit", "adamw4bit", "adafactor", "muon"), ()),
     "lion8bit": ("lr=1e-5",),
@@ -85,7 +85,7 @@ def texts(folder: Path) -> list[str]:
 
 
 def train(*lines: str) -> dict:
-    """Trains a row in this process, and returns what was measured of it."""
+    """Trains a row in this process, and returns its measurements."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     import real_model
 
@@ -102,7 +102,7 @@ def train(*lines: str) -> dict:
 
 
 def table(results: Mapping[str, dict]) -> str:
-    """Returns markdown: each row beside plain fp32 with AdamW and the same seed, and the spread of the seeds."""
+    """Returns markdown: each row compared with plain fp32, AdamW and an equal seed, and the spread between seeds."""
     lines = [
         "| `python train.py` ... | bits per byte: new | against fp32 | old | against fp32 | s per step |",
         "|---|---|---|---|---|---|",

@@ -1,11 +1,11 @@
 """Tests every strategy with every feature: several processes must give the result of one process on the joint batch.
 
-python -m benchmarks.strategies                    # some 20 minutes on two idle cores
+python -m benchmarks.strategies                    # about 20 minutes on two idle cores
 python -m benchmarks.strategies --only ddp fsdp    # keeps earlier results of the other strategies
 
-It also records each rank's share of the memory, and the collectives that are sent. The cases come from matrix.py of
-tests and run over gloo on a CPU, with two processes, or four for a mesh of two dimensions. NCCL and the time of a step
-need cards, and are not tested here.
+It also records each rank's share of the memory, and the collectives that are sent. The cases come from
+tests/support/matrix.py and run over gloo on a CPU, with two processes, or four for a mesh of two dimensions. NCCL and
+the time of a step need cards, and are not tested here.
 """
 
 import argparse

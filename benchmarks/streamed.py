@@ -3,11 +3,12 @@
 python -m benchmarks.streamed --part 8b        # trains Llama-3.1-8B from random weights: 20 minutes, 21 GiB of memory
 python -m benchmarks.streamed --part reach     # predicts device and host bytes from shapes: no memory, some minutes
 python -m benchmarks.streamed --part cpu       # compared with resident weights, idle machine: 10 minutes, 6 GiB
-python -m benchmarks.streamed --part window    # the same with windows of 8 micro-batches: 10 minutes, 6 GiB
+python -m benchmarks.streamed --part window    # like cpu, with windows of 8 micro-batches: 10 minutes, 6 GiB
 python -m benchmarks.streamed --part link      # copied bytes, compared with the formula: seconds
 python -m benchmarks.streamed --part picture   # draws docs/streamed-step.png: a minute
 
-Without --part all of them run, one after the other. Each leaves the results of the others in results/streamed.json.
+Without --part all parts run, one after the other. Each part keeps the results of the other parts in
+results/streamed.json.
 """
 
 import argparse
@@ -76,7 +77,7 @@ class Progress:
 
 
 def recording(tell: Progress) -> type:
-    """Returns a `watchers.Stop` that also tells the progress of a run, and records its steps for `figures_of`."""
+    """Returns a `watchers.Stop` that also prints the progress of a run, and records its steps for `figures_of`."""
     from lowmem.training import watchers
 
     class Recording(watchers.Stop):

@@ -3,7 +3,7 @@
 Its tables are on the page docs/techniques.md.
 
 python -m benchmarks.techniques          # about half an hour on two cores
-python -m benchmarks.techniques --table  # a minute: only the refused pairs again, with those of a new technique
+python -m benchmarks.techniques --table  # a minute: only the refused pairs, including pairs with a new technique
 """
 
 import argparse

@@ -104,8 +104,8 @@ def _case_record(one, known: dict, device: str, left: float) -> dict | None:
 
 
 def _is_over(case, known: dict) -> bool:
-    """Returns whether a case has a final result. A case that was stopped early because the minutes were over has
-    none."""
+    """Returns whether a case has a final result. The result of a case that was stopped because the minutes were over is
+    not final."""
     return not known["cases"].get(case.name, {"again": True}).get("again")
 
 
@@ -129,8 +129,11 @@ def _set_aside(file: Path) -> dict:
 
 
 def _read(file: Path) -> dict:
-    """Returns the results in a file; an empty record if the file does not exist. Raises: OSError, ValueError: no
-    results."""
+    """Returns the results in a file, or an empty record if the file does not exist.
+
+    Raises:
+        OSError, ValueError: the file is not a file of results.
+    """
     found = json.loads(file.read_text()) if file.exists() else {"cases": {}}
     if not isinstance(found, dict) or not isinstance(found.get("cases"), dict):
         raise ValueError("it has no cases")

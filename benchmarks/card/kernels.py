@@ -1,6 +1,7 @@
-"""Times 1.24B parameters with other kernels: Liger's norm, rotary embedding and SwiGLU, and each attention of torch's.
+"""Times 1.24B parameters with other kernels: Liger's norm, rotary embedding and SwiGLU, and each of torch's
+attention kernels.
 
-The loop is the plain one. Its losses with another kernel differ from the others' by rounding, which `found` shows.
+All rows use the plain loop. Losses with different kernels differ by rounding, and `found` has the difference.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ def swapped(here: Here) -> Iterator[dict]:
     if here.on_card:  # a CPU has one attention kernel
         kernels |= {f"{PLAIN}, {name}": partial(with_attention, one) for name, one in ATTENTIONS.items()}
     kernels[f"{PLAIN}, Liger's norm, rotary embedding and SwiGLU"] = with_liger
-    kernels[PLAIN] = others.plain  # last, so that it is complete first, and each of the others at once has its ratio
+    # last, so that it runs twice in a row and is complete first, and each other loop then has its ratio
+    kernels[PLAIN] = others.plain
     runs, plain = {by: partial(_run, here, loop, by) for by, loop in kernels.items()}, {}
     for by, row in in_turns(runs, here):
         plain = row if by == PLAIN else plain
@@ -41,11 +43,11 @@ def _run(here: Here, loop: Callable, by: str) -> dict:
 
 
 def with_liger(loop: others.Materials, watch: Blocks) -> None:
-    """Trains with Liger's kernels. Raises: SystemExit: Liger does not know the model and has swapped nothing."""
+    """Trains with Liger's kernels. Raises: SystemExit: Liger has not replaced the modules of this model."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from transformers.models.llama import modeling_llama
 
-    # Liger replaces these for the whole process; the next loop has transformers' own again
+    # Liger replaces these for the whole process; afterwards the classes of transformers are restored
     own = {name: getattr(modeling_llama, name) for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")}
     with patch.multiple(modeling_llama, **own):
         _apply_liger_kernel_to_instance(
@@ -57,7 +59,7 @@ def with_liger(loop: others.Materials, watch: Blocks) -> None:
 
 
 def _is_in(network: nn.Module, name: str) -> bool:
-    """Returns whether a module computes with a class of Liger's, which it puts into single modules."""
+    """Returns whether any module has a forward method whose qualified name begins with `name`."""
     forwards = (getattr(module.forward, "__qualname__", "") for module in network.modules())
     return any(forward.startswith(name) for forward in forwards)
 

@@ -6,10 +6,11 @@ A card computes asynchronously until the host reads a number that the card may n
 
 On a CPU all tensors have the device "cpu", so each storage is assigned to a side. A storage is on the host side if
 
-- the ledger of the memory meter says so (fp32 masters and their optimizer state), or it was made in `host_side()`, - it
-is staging memory of the link, or the link's thread made it, - the loader made it (moving a window to the device is a
-copy here, as on a card), - it is the step count of an optimizer that is not fused (torch keeps this count in host
-memory also with a card), - or all tensors from which an operator made it are on the host side.
+- the ledger of the memory meter says so (fp32 masters and their optimizer state), or it was made in `host_side()`,
+- it is staging memory of the link, or the link's thread made it,
+- the loader made it (moving a window to the device is a copy here, as on a card),
+- it is the step count of an optimizer that is not fused (torch keeps this count in host memory also with a card),
+- or all tensors from which an operator made it are on the host side.
 
 Every other storage is on the device side. So an unmarked host tensor makes a test fail, but no device tensor is missed.
 Weights and gradients go through staging memory and a thread, as with a card. Waits without a read are not counted: for

@@ -397,7 +397,7 @@ def test_profiler_annotations_and_cpu_events_are_not_counted_as_work_of_the_card
 # --- random weights ---------------------------------------------------------------------------------------------------
 
 
-def test_weights_drawn_from_a_pool_are_random_and_reproducible(here):
+def test_benchmark_weights_drawn_from_a_pool_are_random_and_reproducible(here):
     from lowmem.model import loading
 
     run = ours.composed("1.24B, bf16", here)

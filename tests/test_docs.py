@@ -54,7 +54,7 @@ def command(start):
     return next(line for line in text.splitlines() if line.startswith(start))
 
 
-def test_page_shows_an_optimizer_a_policy_and_a_precision_with_their_rows():
+def test_page_on_adding_techniques_shows_an_optimizer_a_policy_and_a_precision():
     places = [where for _, where, _ in BLOCKS if where]
     for group in ("optim", "gradient_checkpointing", "precision"):
         assert any(place.startswith(f"file=conf/{group}/") for place in places)
@@ -125,7 +125,7 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize(("name", "left_out", "tests", "says"), LEFT_OUT, ids=[name for name, *_ in LEFT_OUT])
-def test_omitted_step_of_the_page_fails_a_test_that_names_it(copy, name, left_out, tests, says):
+def test_omitted_step_of_the_page_on_adding_techniques_fails_a_test_that_names_it(copy, name, left_out, tests, says):
     """Wrong on purpose: a step is omitted. The failing test says what to add, and where."""
     file = copy / name
     page = file.read_text()
@@ -142,7 +142,7 @@ def test_omitted_step_of_the_page_fails_a_test_that_names_it(copy, name, left_ou
 READS_TECHNIQUES = re.compile(r"\bCHOICES\b|\btechniques\(|\b(CONF|SOURCE|DOCS)\b|lowmem\.refusals")
 
 
-def test_make_test_passes_for_techniques_after_following_the_page(copy, small):
+def test_make_test_passes_after_techniques_are_added_as_documented(copy, small):
     """Units and seams of the files whose tests depend on the lists of techniques."""
     typed = command("python train.py")
     code, said = run(copy, typed, *(line for line in small if not line.startswith("lr=")))

@@ -186,7 +186,7 @@ def test_wrong_variant_of_a_technique_exceeds_the_tolerance(config, technique, w
 
 
 @pytest.mark.parametrize("technique", ["optim=adam8bit", "optim=paged_adamw8bit", "optim=paged_adamw32bit"])
-def test_weight_decay_after_the_update_exceeds_the_tolerance(config, technique, monkeypatch):
+def test_late_weight_decay_of_bitsandbytes_exceeds_the_tolerance_unless_corrected(config, technique, monkeypatch):
     monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)  # bitsandbytes' own kernels
     parity.decay_late(monkeypatch)
     assert within(deviations(config, technique), allowed(technique))
@@ -250,7 +250,7 @@ def test_decayed_norms_or_two_wrong_signs_exceed_the_tolerance_of_one_rounded_si
 
 
 @pytest.mark.parametrize("precision", ["16", "16-true"])
-def test_clipping_scaled_gradients_exceeds_the_tolerance(config, precision, monkeypatch):
+def test_clipping_gradients_before_unscaling_exceeds_the_tolerance(config, precision, monkeypatch):
     right = DeviceOptimizer.finish
 
     def wrong(self, *how):

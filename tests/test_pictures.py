@@ -101,7 +101,7 @@ def test_overrides_in_a_documentation_picture_exist_in_conf(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_picture_is_a_small_file_with_two_themes_and_no_font(name):
+def test_documentation_picture_is_a_small_file_with_two_themes_and_no_font(name):
     svg = file_of(name).read_text(encoding="utf-8")
     assert 2_000 < len(svg.encode()) < 15_000
     assert "prefers-color-scheme:dark" in svg and "font-family:system-ui, sans-serif" in svg
@@ -110,7 +110,7 @@ def test_picture_is_a_small_file_with_two_themes_and_no_font(name):
         assert f".{role}{{" in svg and svg.count(f"--{role}:") == 2
 
 
-def test_unreadable_pictures_and_unknown_overrides_are_found():
+def test_check_of_documentation_pictures_finds_overlaps_and_unknown_overrides():
     picture = Picture(100, "bad", "bad")
     picture.text(20, 40, "optim=adamw9bit")
     picture.text(60, 44, "on it")
@@ -151,7 +151,7 @@ def test_bytes_in_the_card_host_drive_picture_equal_the_planner_results():
     assert row["drive_bytes"] / row["parameters"] == pytest.approx(sum(drive.drive.values()), 0.01)
 
 
-def test_map_picture_has_the_folders_in_order_and_every_import():
+def test_picture_of_the_source_folders_has_their_order_and_all_imports():
     assert (*pictures.ROOMS,) == ROOMS[::-1]
     graph = imports(ROOT / "src")
     found = {room: set() for room in ROOMS}

@@ -64,7 +64,7 @@ def too_much(held_bytes, saves, *lines):
 
 
 @pytest.mark.parametrize("technique", CHOICES)
-def test_technique_declares_what_it_saves(technique):
+def test_technique_declares_the_memory_that_it_saves_or_has_a_reason(technique):
     group, name = technique.split("=")
     assert bool(techniques(group)[name].saves) != (technique in SAVES_NOTHING), (
         f"conf/{group}/{name}.yaml: say what it saves in `declares: {{saves: {{<category>: <share of the shipped run "

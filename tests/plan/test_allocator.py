@@ -20,11 +20,11 @@ MIB = 2**20
         (11 * MIB, 12 * MIB),
     ],
 )
-def test_request_size_decides_the_size_of_the_segment(size, reserved):
+def test_allocation_size_decides_the_size_of_the_reserved_segment(size, reserved):
     assert replay([(0, size)]).reserved == reserved
 
 
-def test_requests_are_rounded_to_512_bytes():
+def test_allocation_requests_are_rounded_up_to_512_bytes():
     assert replay([(0, 1), (1, 513)]).allocated_peak == 512 + 1024
 
 
@@ -34,7 +34,7 @@ def test_freed_memory_is_reused_and_stays_reserved():
     assert replay([(0, 12 * MIB), (0, -12 * MIB), (1, 14 * MIB)]).reserved == 26 * MIB  # 12 MiB are too small for 14
 
 
-def test_adjacent_free_blocks_merge():
+def test_adjacent_free_memory_blocks_are_merged_to_serve_a_larger_request():
     allocator = Allocator()
     parts = [allocator.allocate(5 * MIB) for _ in range(4)]  # in one segment of 20 MiB
     assert allocator.reserved == 20 * MIB
@@ -54,7 +54,7 @@ def test_fragmented_memory_cannot_serve_a_large_request():
     assert allocator.reserved == 40 * MIB
 
 
-def test_smallest_sufficient_free_block_is_used():
+def test_allocation_uses_the_smallest_sufficient_free_block():
     allocator = Allocator()
     large, small = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB)
     allocator.release(large)
@@ -75,7 +75,7 @@ def test_full_card_releases_unused_segments_before_out_of_memory():
         replay(GROWING, 42 * MIB)
 
 
-def test_partly_used_segment_is_not_released():
+def test_partly_used_memory_segment_is_not_released():
     events = [(0, 5 * MIB), (1, 5 * MIB), (0, -5 * MIB), (2, 30 * MIB)]  # tensor 1 keeps the segment of 20 MiB in use
     assert smallest_limit(events) == 50 * MIB
     assert smallest_limit([*events[:3], (1, -5 * MIB), *events[3:]]) == 30 * MIB
@@ -87,7 +87,7 @@ def test_allocator_that_releases_no_segments_needs_more_memory(monkeypatch):
     assert smallest_limit(GROWING) == 126 * MIB
 
 
-def test_smallest_limit_is_the_smallest_that_replays_without_error():
+def test_smallest_memory_limit_replays_allocations_and_2_mib_less_does_not():
     draw = random.Random(0)
     events, live = [], []
     for serial in range(400):

@@ -103,7 +103,7 @@ def test_omitting_one_rule_of_the_attention_choice_predicts_a_wrong_kernel(forgo
 # --- facts that the installed torch states without a card -------------------------------------------------------------
 
 
-def test_attention_kernels_are_tried_in_torchs_order():
+def test_torch_tries_attention_kernels_in_the_assumed_order():
     flash, efficient, math, cudnn = 1, 2, 0, 3  # at::SDPBackend
     assert torch._C._get_sdp_priority_order()[:4] == [flash, efficient, math, cudnn]
     (order,) = re.findall(r"sdp_priority_order = \{(.*?)\}", (HEADERS / "Context.h").read_text(), re.S)

@@ -44,7 +44,7 @@ def every(room, per_micro_batch=PER_MICRO_BATCH):
 
 @pytest.mark.parametrize("per_micro_batch", [0.01, PER_MICRO_BATCH, 2.0])
 @pytest.mark.parametrize("room", [2000, 1000, 600, 300, 160, 115, 100, 70, 60, 40, 30, 22])
-def test_climb_finds_settings_within_5_percent_of_the_fastest_in_at_most_12_traces(room, per_micro_batch):
+def test_climb_search_finds_settings_within_5_percent_of_the_fastest_in_12_traces(room, per_micro_batch):
     found, looked = climbed(room, per_micro_batch)
     best = min(made(each, per_micro_batch).seconds for each in every(room, per_micro_batch))
     assert found.recipe.bytes <= room
@@ -52,18 +52,18 @@ def test_climb_finds_settings_within_5_percent_of_the_fastest_in_at_most_12_trac
     assert len(looked) <= 12
 
 
-def test_climb_traces_one_recipe_if_the_fastest_settings_fit():
+def test_climb_search_traces_one_recipe_if_the_fastest_settings_fit():
     found, looked = climbed(10**6)
     assert found.settings == Settings("none", "full", 0) and len(looked) == 1
 
 
-def test_climb_finds_nothing_if_the_smallest_settings_do_not_fit():
+def test_climb_search_finds_nothing_if_the_settings_of_least_memory_do_not_fit():
     found, looked = climbed(20)
     assert found is None
     assert Settings("every_layer", "tiled", 3) in looked  # the settings of least memory were tried
 
 
-def test_climb_abandons_a_route_only_if_its_fastest_settings_are_too_slow():
+def test_climb_search_gives_up_early_only_if_its_fastest_settings_are_too_slow():
     """A route that is slower than another route with equal settings may fit with faster settings."""
     fastest = made(Settings("none", "full", 0)).seconds
     slower, looked = climbed(70, than=fastest)
@@ -73,7 +73,7 @@ def test_climb_abandons_a_route_only_if_its_fastest_settings_are_too_slow():
     assert climbed(70, than=found.recipe.seconds + 0.01)[0] == found
 
 
-def test_climb_finds_the_settings_of_least_memory_that_are_not_refused():
+def test_climb_search_finds_the_settings_of_least_memory_that_are_not_refused():
     def look(settings):
         refused = settings.loss == "tiled" or settings[:2] == ("every_layer", "chunked")
         return None if refused else made(settings)

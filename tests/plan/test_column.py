@@ -91,7 +91,7 @@ RUNS = {
 
 @pytest.mark.parametrize("target", [CARD, CPU], ids=["card", "cpu"])
 @pytest.mark.parametrize("name", RUNS)
-def test_columns_add_up_to_the_traced_memory(config, name, target):
+def test_memory_columns_add_up_to_the_traced_memory(config, name, target):
     """The device's column adds up to the memory that the allocator must be able to reserve."""
     cfg = config(*RUNS[name]).resolved()
     traced = trace(cfg, target.on_card)
@@ -155,7 +155,7 @@ def rows_agree(column, **derived):
     return all(agree(size, derived.get(name, 0)) for name, size in rows.items())
 
 
-def test_device_column_of_gpt2_equals_the_formula(config):
+def test_device_memory_column_of_gpt2_equals_the_formula(config):
     found, state = columns(gpt2(config), CARD), gpt2_state(GPT2)
     weights, kept = (
         4 * gpt2_parameters(GPT2),
@@ -170,7 +170,7 @@ def test_device_column_of_gpt2_equals_the_formula(config):
 
 
 @pytest.mark.parametrize("on_card", [True, False])
-def test_columns_of_host_masters_equal_the_formula(config, on_card):
+def test_memory_columns_of_host_masters_equal_the_formula(config, on_card):
     """On a CPU the host's column also has the rows of the device."""
     found = columns(llama(config, LLAMA, *MASTERS, "optim=adamw"), CARD if on_card else Target(False))
     parameters = (llama_weights(LLAMA) - 2 * 4 * (LLAMA.D // 2)) // 2
@@ -189,7 +189,7 @@ def test_columns_of_host_masters_equal_the_formula(config, on_card):
     assert not rows_agree(replace(found.host, masters=0), **host)  # wrong: a row left out
 
 
-def test_device_column_of_an_adafactor_step_equals_the_formula(config):
+def test_device_memory_column_of_an_adafactor_step_equals_the_formula(config):
     found = columns(llama(config, FEW, "precision=bf16-sr", "optim=adafactor"), CARD)
     gradients, scratch = adafactor_step(FEW)
     derived = {

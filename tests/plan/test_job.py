@@ -43,7 +43,7 @@ FOUR = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=fu
 STREAMED = ("precision=bf16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=full")
 
 
-def test_plan_prints_the_command_to_copy_first(planned):
+def test_plan_prints_the_chosen_train_command_in_its_first_line(planned):
     code, said, written = planned("gpu=2GiB", "ram=64GiB", *FOUR)
     assert code == 0
     first = said.splitlines()[0]
@@ -237,7 +237,9 @@ def test_planned_fsdp_on_8_devices_divides_weights_and_optimizer_state(planned):
 
 
 @pytest.mark.matrix
-def test_gemma_2_from_a_folder_is_trained_and_planned(planned, command, config, small, tmp_path):
+def test_gemma_2_from_a_folder_is_planned_and_trained_with_the_predicted_peak(
+    planned, command, config, small, tmp_path
+):
     """Gemma 2 has two alternating kinds of blocks, two soft caps of logits, and no sdpa attention."""
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -268,7 +270,7 @@ def test_gemma_2_from_a_folder_is_trained_and_planned(planned, command, config, 
 
 
 @pytest.mark.parametrize(("typed", "size"), [("precision=bf16", 4), ("precision=bf16-true", 2)])
-def test_end_of_a_run_on_a_card_needs_host_memory_only_for_the_export(planned, typed, size):
+def test_planned_end_of_a_run_on_a_card_needs_host_memory_only_for_the_export(planned, typed, size):
     """Lightning's teardown would copy the weights and both states of AdamW to the host: three times the memory."""
     _, _, written = planned("gpu=2GiB", typed, "optim=adamw", "loss=full", "search=false")
     (recipe,) = written["recipes"]

@@ -44,17 +44,17 @@ def tried(question, most, positions=10**9):
         (0, [1024, 512, 256]),
     ],
 )
-def test_longest_seq_len_tries_powers_of_four_and_then_two_finer_steps(most, numbers):
+def test_plan_longest_seq_len_tries_powers_of_four_and_then_two_finer_steps(most, numbers):
     found, fits, _ = tried("seq_len", most)
     assert found == numbers and fits == [number <= most for number in numbers]
 
 
-def test_longest_seq_len_stops_at_the_positions_of_the_model():
+def test_plan_longest_seq_len_stops_at_the_positions_of_the_model():
     found, fits, _ = tried("seq_len", 10**9, positions=4096)
     assert found == [1024, 4096, 16384, 10240, 7168] and fits == [True] * 2 + [False] * 3
 
 
-def test_longest_batch_size_uses_one_micro_batch_per_step():
+def test_plan_longest_batch_size_uses_one_micro_batch_per_step():
     found, _, asked = tried("batch_size", 3)
     assert found == [1, 4, 2, 3] and all(lines[1:] == ["accumulation=none"] for lines in asked)
 
@@ -67,19 +67,19 @@ def test_longest_batch_size_uses_one_micro_batch_per_step():
         ("model", ["accumulation.size=8", "lr=1"]),
     ],
 )
-def test_longest_drops_typed_overrides_that_the_answer_replaces(question, left):
+def test_plan_longest_drops_typed_overrides_that_the_answer_replaces(question, left):
     typed = ["accumulation.size=8", "model.name=gpt2", "model.architecture.n_layer=2", "lr=1"]
     assert lines_that_stay(question, typed) == left
 
 
 @pytest.mark.seam
-def test_longest_without_search_is_refused(planned):  # noqa: F811
+def test_plan_longest_with_search_false_is_refused(planned):  # noqa: F811
     code, said, _ = planned("gpu=1GiB", "search=false", "longest=seq_len", *TINY)
     assert code and "longest=seq_len: each answer is a search" in said
 
 
 @pytest.mark.seam
-def test_longest_batch_size_replaces_typed_accumulation(planned):  # noqa: F811
+def test_plan_longest_batch_size_replaces_typed_accumulation(planned):  # noqa: F811
     code, said, written = planned(
         *("gpu=1GiB", "ram=64GiB", "longest=batch_size", *TINY, "accumulation=effective_batch"),
         *("accumulation.size=64", "seq_len=2048", "model.architecture.n_positions=2048"),
@@ -89,7 +89,7 @@ def test_longest_batch_size_replaces_typed_accumulation(planned):  # noqa: F811
     assert "batch_size=1" in said and not any("size=64" in line for line in written["chosen"])
 
 
-def test_longest_model_tries_models_by_size(monkeypatch):
+def test_plan_longest_model_tries_models_from_small_to_large(monkeypatch):
     sizes = {"tiny": 3, "gpt2": 2, "smollm2-135m": 1}
     monkeypatch.setattr(longest, "run_of", lambda lines: SimpleNamespace(resolved=lambda: lines[0].split("=")[1]))
     monkeypatch.setattr(longest, "network", lambda name: SimpleNamespace(parameters=sizes.get(name, 10)))
@@ -99,7 +99,7 @@ def test_longest_model_tries_models_by_size(monkeypatch):
 
 
 @pytest.mark.seam
-def test_longest_seq_len_is_printed_with_its_recipe(planned):  # noqa: F811
+def test_plan_longest_seq_len_is_printed_with_its_recipe(planned):  # noqa: F811
     code, said, written = planned(
         *("gpu=1GiB", "ram=64GiB", "longest=seq_len", *TINY, "model.architecture.n_positions=512"),
         *("precision=bf16", "optim=adamw", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),

@@ -149,7 +149,7 @@ def test_planned_memory_of_a_pipeline_is_that_of_its_largest_stage(typed, schedu
 
 
 @pytest.mark.parametrize(("devices", "hosts", "each"), [(64, 8, 8), (12, 2, 6), (20, 4, 5), (11, 11, 1)])
-def test_command_for_several_hosts_starts_equal_ranks_on_each(devices, hosts, each):
+def test_command_for_several_hosts_starts_equal_numbers_of_ranks_on_each_host(devices, hosts, each):
     recipe = SimpleNamespace(overrides=("optim=adamw",), prediction=SimpleNamespace(devices=devices, node=8))
     started = f"torchrun --nnodes={hosts} --nproc-per-node={each} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
     assert command([f"devices={devices}"], recipe) == started + f"train.py devices={devices} optim=adamw"
@@ -215,7 +215,7 @@ def test_memory_of_two_ranks_equals_the_prediction():
         (("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=2", "devices=4"), 3),
     ],
 )
-def test_card_context_includes_nccl_buffers_for_each_group(typed, lines, groups):
+def test_predicted_card_context_includes_nccl_buffers_for_each_process_group(typed, lines, groups):
     cfg = typed(*lines)
     on_card, on_cpu = (predict(cfg, Target(on_card, Card(0, "", GIB))) for on_card in (True, False))
     assert on_card.device.context == GIB + groups * COMMUNICATOR and on_cpu.device.context == 0

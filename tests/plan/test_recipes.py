@@ -203,7 +203,7 @@ def test_candidate_config_with_swapped_groups_equals_a_composed_one():
 
 
 @pytest.mark.matrix
-def test_step_in_backward_is_tried_only_without_clipping_accumulation_and_masters():
+def test_optimizer_step_in_backward_is_tried_only_without_clipping_accumulation_and_masters():
     lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
     assert not any("optim.in_backward" in one.option for one in all_of(typed(*lines)))  # clip=1.0
     found = [one.option for one in all_of(typed(*lines, "clip=null"))]
@@ -216,14 +216,14 @@ def test_step_in_backward_is_tried_only_without_clipping_accumulation_and_master
     assert not any("optim.in_backward" in one.option for one in said)
 
 
-def test_typed_step_in_backward_keeps_one_micro_batch():
+def test_recipes_with_typed_optimizer_step_in_backward_have_one_micro_batch():
     lines = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full", "clip=null")
     found = [one.option for one in all_of(typed(*lines, "optim.in_backward=true"))]
     assert [option["batch_size"] for option in found] == ["8"]
 
 
 @pytest.mark.seam
-def test_search_with_typed_step_in_backward_finds_a_recipe():
+def test_search_with_typed_optimizer_step_in_backward_finds_a_recipe():
     lines = ("precision=bf16", "optim=adamw", "clip=null", "optim.in_backward=true", "model.architecture.n_layer=2")
     plan = recipes.search(typed(*SHAPE, *lines), Target(True, card(2**40)))
     assert plan.chosen is not None and not any("batch_size" in line for line in plan.chosen.overrides)
@@ -247,7 +247,7 @@ def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
     assert state.fits_in(1) and "loss=full: made up." in [*state.refused()]
 
 
-def test_device_lower_bound_of_a_sharded_run_is_below_its_trace():
+def test_lower_bound_of_device_memory_of_a_sharded_run_is_below_its_traced_memory():
     """The bound omits weights in host memory, and counts one stage or shard of the others."""
     lines = [*SHAPE, "precision=bf16", "optim=adamw", "devices=2", "accumulation=none", "gradient_checkpointing=none"]
     target = Target(True, card(2**40))
@@ -271,7 +271,7 @@ HOST = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", HOST)
-def test_host_lower_bound_of_a_route_is_below_its_trace(name):
+def test_lower_bound_of_host_memory_of_a_recipe_is_below_its_traced_memory(name):
     asked = typed(*WIDE, *HOST[name])
     state = recipes._Search(asked, Target(True, card(2**40), 2**50))
     every = [*routes(asked, state.trainings[0])]
@@ -451,7 +451,7 @@ def test_recomputation_costs_one_forward_pass_of_the_blocks():
 
 
 @pytest.mark.matrix
-def test_streamed_recipes_step_on_the_host_and_recompute():
+def test_recipes_with_streamed_weights_update_on_the_host_and_recompute_blocks():
     lines = ("optim=adamw", "batch_size=1", "loss=full")
     found = all_of(typed(*lines, "precision=bf16-master")) + all_of(typed(*lines, "precision=bf16"))
     ways = {(c.option["precision"], c.option["gradient_checkpointing"]) for c in found if c.streams}
@@ -463,7 +463,7 @@ def test_streamed_recipes_step_on_the_host_and_recompute():
     assert said and not any(c.streams for c in said)
 
 
-def test_streamed_windows_are_tried_in_both_orders():
+def test_search_tries_both_orders_of_micro_batches_with_streamed_weights():
     lines = ("optim=adamw", "loss=full", "precision=bf16-master", "weights=streamed", "gradient_checkpointing=offload")
 
     def orders(*more):

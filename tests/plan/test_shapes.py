@@ -53,7 +53,7 @@ def test_cached_operator_outputs_equal_torchs_fake_tensors():
     assert again.work == first.work
 
 
-def test_tensor_passed_twice_to_an_operator_is_read_once():
+def test_tensor_passed_twice_to_a_traced_operator_counts_as_read_once():
     seen = ShapeMode()
     seen.phase = "forward"
     with seen:
@@ -64,7 +64,7 @@ def test_tensor_passed_twice_to_an_operator_is_read_once():
     assert moved[-2:] == [64, 96]
 
 
-def test_out_argument_is_returned_by_a_cached_operator():
+def test_cached_operator_with_an_out_argument_returns_this_argument():
     with ShapeMode():
         for _ in range(2):  # the second output comes from the cache
             row, column, out = torch.empty(4, 1), torch.empty(1, 3), torch.empty(4, 3)
@@ -74,7 +74,7 @@ def test_out_argument_is_returned_by_a_cached_operator():
     assert torch.ops.aten.mul.out in known and torch.ops.aten.add.out not in known
 
 
-def test_unspecified_dtype_follows_the_current_default_dtype():
+def test_traced_tensor_without_a_dtype_gets_the_current_default_dtype():
     with ShapeMode():
         wide = torch.empty(4)
         torch.set_default_dtype(torch.bfloat16)
@@ -85,7 +85,7 @@ def test_unspecified_dtype_follows_the_current_default_dtype():
     assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
 
 
-def test_data_dependent_operators_are_not_cached():
+def test_traced_operators_on_constants_and_as_strided_are_not_cached():
     with ShapeMode():
         known = len(shapes._known)
         constant = torch.tensor(3)
@@ -112,7 +112,7 @@ def test_memory_traffic_of_a_composite_operator_is_counted_once():
     assert sum(times for (_, work), times in seen.work.items() if work.moved == 6 * 16) == 1
 
 
-def test_fake_tensors_of_two_traces_belong_to_their_own_mode():
+def test_fake_tensors_of_two_traces_belong_to_the_mode_of_their_trace():
     with ShapeMode() as one:
         a = torch.empty(2) + 1
     with ShapeMode() as two:

@@ -213,14 +213,14 @@ def test_prediction_of_a_different_run_exceeds_every_tolerance(config, fit, real
     assert any(abs(phases[p].total - found[p]["live_peak_bytes"]) > allowed for p in PHASES)
 
 
-def test_data_dependent_queries_of_a_step_are_answered_in_a_trace(config):
+def test_step_with_data_dependent_queries_can_be_traced(config):
     """The overflow check of fp16, clipping by norm and a chunked loss read values of gradients or labels, which a trace
     does not have."""
     found = traced(config("precision=16", "clip=0.5", "loss=chunked", "loss.rows=7", "accumulation=fixed"))
     assert set(PHASES) <= set(found.phases)
 
 
-def test_long_trace_is_not_thinned(config, monkeypatch):
+def test_memory_timeline_of_a_long_trace_is_not_thinned(config, monkeypatch):
     """The planner finds points of a timeline by counting events, so it needs all points."""
     cfg = config("gradient_checkpointing=every_layer").resolved()
     full = trace(cfg, on_card=False)
@@ -286,7 +286,7 @@ def test_trace_of_two_blocks_needs_less_than_10000_operators(config, monkeypatch
     assert traced(config()).parameters > 0
 
 
-def test_operator_budget_raises_at_any_operator(config, monkeypatch):
+def test_exceeded_operator_budget_of_a_trace_is_reported_at_any_operator(config, monkeypatch):
     """But never inside a query from C++ about a tensor, where an exception would end the process."""
     from lowmem.plan.prediction import NotPredicted, predict
 
@@ -337,7 +337,7 @@ def test_traffic_of_an_optimizer_step_is_that_of_norm_clipping_and_update(config
     assert not found["sum"]
 
 
-def test_step_in_backward_is_counted_once_and_outside_backward(config):
+def test_traffic_of_an_optimizer_step_in_backward_is_counted_once_and_not_as_backward(config):
     after, inside = (bytes_each(config("clip=null", f"optim.in_backward={on}")) for on in ("false", "true"))
     for phase in ("forward", "backward", "step", "update"):
         assert inside[phase] == pytest.approx(after[phase], rel=0.02), phase
@@ -394,7 +394,7 @@ def test_traced_host_step_of_one_weight_stands_for_all_weights_of_its_shape(conf
     assert len(steps) > 10 and (found.work, found.phases) == (whole.work, whole.phases)
 
 
-def test_recomputation_counts_as_backward_and_leaves_the_step_unchanged(config):
+def test_traffic_of_recomputation_counts_as_backward_and_leaves_the_step_unchanged(config):
     plain, again = (bytes_each(config(f"gradient_checkpointing={kind}")) for kind in ("none", "every_layer"))
     assert again["forward"] == pytest.approx(plain["forward"], rel=0.02) and again["backward"] > 1.2 * plain["backward"]
     assert again["step"] == plain["step"]

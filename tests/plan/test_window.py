@@ -124,7 +124,7 @@ def streamed(link, *typed, micro_batches=1, duplex=1.0, **said):
 
 
 @pytest.mark.parametrize(("link", "waits"), [(8.0, 0.0), (4.0, 2 + 1), (2.0, 6 + 6)])
-def test_streamed_weights_arrive_for_each_pass_beside_gradients(link, waits):
+def test_streamed_weights_are_copied_for_each_pass_while_gradients_leave(link, waits):
     """Forward takes 2 seconds and backward 4, in which 20 bytes of gradients also leave."""
     for micro_batches in (1, 3):
         found = streamed(link, "clip=1.0", micro_batches=micro_batches)
@@ -238,7 +238,7 @@ def test_tokens_from_which_streaming_is_free_follow_from_card_rates(name, tokens
     assert step_time.free_from(there, "bfloat16") == pytest.approx(tokens, abs=1)
 
 
-def test_streaming_is_free_when_forward_takes_as_long_as_its_weights():
+def test_streaming_is_free_if_forward_takes_as_long_as_the_copy_of_its_weights():
     """The rates are chosen so that streaming 1000 weights is free from 50 tokens on."""
     share = step_time.REACHED / COMPUTE
     there = replace(card(4.0), flops={"bfloat16": 50 * 4.0 / share})

@@ -150,7 +150,7 @@ def test_texts_of_the_memory_picture_do_not_overlap(draw, limit, cuda, on_drive)
     ],
     ids=["title", "legend", "phase"],
 )
-def test_overlapping_texts_of_a_picture_are_found(draw, spoil):
+def test_check_of_the_memory_picture_finds_overlapping_texts(draw, spoil):
     figure = draw(rows(), points(), typed=TYPED).figure
     spoil(figure)
     assert overlaps(figure)

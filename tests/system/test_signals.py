@@ -239,7 +239,7 @@ def test_compiler_killed_by_ctrl_c_ends_the_run_as_interrupted(command, tmp_path
     assert (why == "SIGINT: ended at once.\n") == signalled
 
 
-def test_ignored_signals_stay_ignored():
+def test_signals_that_were_ignored_before_a_run_stay_ignored():
     """`nohup` ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -271,7 +271,7 @@ def test_cuda_attention_operators_have_shapes_and_gradients_without_a_card(name)
     assert bool({*torch_private.ATTENTION_BACKWARD} & {*seen.functions}) == (name != "MATH"), message
 
 
-def test_reading_a_number_is_a_dispatched_operator():
+def test_reading_a_number_from_a_tensor_is_a_dispatched_operator():
     with Seen() as seen:
         assert bool(torch.ones(()) > 0)
     assert torch_private.READ_A_NUMBER in seen.functions, breaks("plans of what asks whether gradients are finite")
@@ -335,7 +335,7 @@ def test_activation_memory_budget_reaches_the_compiler(fraction, kept):
     assert torch_private.has_memory_budget()
 
 
-def test_replaced_kernels_are_restored():
+def test_replaced_torch_kernels_are_restored_after_the_context():
     x = torch.ones(2)
     with (
         warnings.catch_warnings(action="ignore"),

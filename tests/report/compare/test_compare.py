@@ -60,7 +60,7 @@ def test_run_of_several_ranks_is_one_row_with_the_highest_memory(tmp_path, capsy
 ON_DRIVE = {"bytes": 3 * GIB, "read_gb_per_second": 1.25, "written_gb_per_second": 1.5}
 
 
-def test_drive_column_appears_only_if_a_run_has_a_drive(tmp_path, capsys):
+def test_comparison_has_a_drive_column_only_if_a_run_has_a_drive(tmp_path, capsys):
     finished(tmp_path / "0", ["lr=1"], drive=None)
     compare.main([str(tmp_path)])
     page = tmp_path / "comparison.html"

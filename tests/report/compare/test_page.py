@@ -181,7 +181,7 @@ def test_comparison_page_of_fifty_runs_with_long_names_is_legible(chromium, fift
 @needs_a_browser
 @pytest.mark.parametrize("width", [1400, 390])
 @pytest.mark.parametrize("wrong", [ON_AN_AXIS, AT_THE_DOTS, IN_THE_TABLE], ids=["axis", "dots", "table"])
-def test_full_length_names_on_the_page_are_found_as_faults(chromium, fifty, width, wrong):
+def test_full_length_names_on_the_comparison_page_are_found_as_faults(chromium, fifty, width, wrong):
     written(fifty)
     chromium.open(fifty / "comparison.html", width)
     chromium.run(WHOLE_NAMES % wrong)
@@ -190,7 +190,7 @@ def test_full_length_names_on_the_page_are_found_as_faults(chromium, fifty, widt
 
 @pytest.mark.wrong
 @needs_a_browser
-def test_desktop_layout_on_a_phone_is_found_as_a_fault(chromium, fifty):
+def test_desktop_layout_of_the_comparison_page_on_a_phone_is_found_as_a_fault(chromium, fifty):
     page = fifty / "comparison.html"
     written(fifty)
     page.write_text(page.read_text().replace("max-width: 46rem", "max-width: 1rem"))

@@ -271,7 +271,7 @@ def test_memory_meter_tracks_no_timed_step_of_a_benchmark(here, monkeypatch):
     assert steps == [1] and ours.MemoryMeter.first == 3
 
 
-def test_benchmark_loop_that_ends_early_is_an_error(here):
+def test_benchmark_loop_that_ends_before_its_steps_raises_an_error(here):
     watch = Blocks(here, steps=5)
     watch.begin()
     watch.end()

@@ -39,7 +39,7 @@ def test_every_dependency_has_a_tested_version_inside_its_range():
     assert all(TESTED[name] in allowed for name, allowed in RANGES.items())
 
 
-def test_oldest_environment_has_the_lower_bound_of_every_range():
+def test_oldest_environment_pins_the_lower_bound_of_every_dependency_range():
     floors = {name: {one.version for one in allowed if one.operator == ">="} for name, allowed in RANGES.items()}
     assert floors == {name: {version} for name, version in exact(pins()).items()}
 

@@ -88,7 +88,7 @@ def test_activation_memory_budget_with_inductor_on_a_card_equals_the_oracle(conf
 
 
 @pytest.mark.parametrize("technique", [c for c in CHOICES if c.startswith(("precision=16", "precision=bf16"))])
-def test_precision_of_16_bits_without_cpu_units_equals_the_oracle(config, without_units, technique):
+def test_16_bit_precision_on_a_cpu_without_16_bit_units_equals_the_oracle(config, without_units, technique):
     found = deviations(config, technique)
     assert within(found, allowed(technique)), parity.missing(technique, found)
 

@@ -255,7 +255,7 @@ def test_page_checkers_find_a_planted_error(checker, wrong):
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_single_changed_digit_of_a_documented_table_is_found(page):
+def test_page_checkers_find_a_single_changed_digit_of_a_documented_table(page):
     """Every table below a mark is compared up to its last cell."""
     text = page.read_text()
     for mark in re.finditer(r"<!-- table .*-->\n((?:\|.*\n)+)", text):

@@ -45,7 +45,7 @@ def test_adjacent_free_memory_blocks_are_merged_to_serve_a_larger_request():
     assert allocator.reserved == 20 * MIB and allocator.allocated == 14 * MIB
 
 
-def test_fragmented_memory_cannot_serve_a_large_request():
+def test_fragmented_memory_cannot_serve_a_large_allocation():
     allocator = Allocator()
     parts = [allocator.allocate(5 * MIB) for _ in range(4)]
     allocator.release(parts[0])

@@ -64,7 +64,7 @@ class Candidate:
 
 
 def all_of(asked, card=None):
-    """Returns every recipe that the climb of a route may try."""
+    """Returns every recipe that the climb search may try."""
     found = []
     for training in trainings(asked, card):
         for route in routes(asked, training):

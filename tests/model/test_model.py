@@ -328,15 +328,15 @@ def test_run_of_an_encoder_is_refused_unless_is_decoder_is_set(command, folder, 
     assert code == 0, said
 
 
-@pytest.mark.parametrize("pretrained", [True, False])
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize(
+    ("name", "pretrained"),
+    [("t5", True), ("t5", False), ("bart", True)],  # bart without its encoder, if built anew, is a causal model
+)
 def test_encoder_decoder_model_is_refused(tmp_path, name, pretrained):
     widths = {"d_model": 32, "vocab_size": 300}
     config = AutoConfig.for_model(name, **widths)
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    if name == "bart" and not pretrained:  # without its encoder, bart is a causal model
-        return
     with pytest.raises(Refused, match=f"{name} is an encoder-decoder, .*causal"):
         loading.architecture(spec(tmp_path, pretrained=pretrained))
 

@@ -155,7 +155,7 @@ def test_every_command_of_readme_and_docs_runs(command, folder):
 
 
 def python_block(start: str) -> str:
-    """Returns the Python block of docs/sweeps.md with a line that begins like this."""
+    """Returns the first Python block of docs/sweeps.md in which a line begins with `start`."""
     blocks = re.findall(r"```python\n(.*?)```", docs("sweeps"), re.DOTALL)
     return next(block for block in blocks if f"\n{start}" in block)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.card.case import Here
 from lowmem.model.trainable import packed
 
-WARM_UP = 3  # steps before a block; lowmem counts live tensors in them
+WARM_UP = 3  # untimed steps before each timed block of steps; lowmem counts live tensors during them
 # Dense bf16 TFLOPS of data sheets, by a part of the card's name: what model FLOPs utilization (MFU) is a share of.
 PEAK = {
     "H200": 989.4,

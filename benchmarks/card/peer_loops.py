@@ -57,7 +57,7 @@ class Start(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block. No mask: sdpa then attends causally."""
+    """A transformer block. It is called without a mask, so sdpa attends causally."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ class Seen:
     """The accesses that the sanitizer saw during a training."""
 
     operators: Counter = field(default_factory=Counter)  # stream -> number
-    copies: Counter = field(default_factory=Counter)  # True: the sanitizer saw them -> number
+    copies: Counter = field(default_factory=Counter)  # whether the sanitizer saw the copies -> number of copies
     races: list[str] = field(default_factory=list)
 
     def launch(self, checked: Callable[..., list]) -> Callable[..., list]:

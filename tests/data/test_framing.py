@@ -141,7 +141,7 @@ def test_text_and_completion_rows_have_the_tokens_of_the_call_of_every_kind_of_t
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 @pytest.mark.parametrize("texts", [("Q: what?\nA:", " 42"), ("Q: what?\nA: ", "42"), ("foo", "bar"), ("A:", "42 the")])
-def test_no_space_is_inserted_between_prompt_and_completion(scheme, texts):
+def test_metaspace_tokenizer_inserts_no_space_between_prompt_and_completion(scheme, texts):
     made = tokenizer("bpe with bytes", f"metaspace {scheme}", "bos")
     assert decoded(made, encoded(made, *texts).ids[1:-1]) == "".join(texts)
 

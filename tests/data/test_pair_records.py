@@ -410,13 +410,13 @@ def test_prompt_null_for_answers_that_repeat_the_prompt_gives_the_pairs_of_a_cle
     assert found == [f"{Q}[ 4{END}]", f"{Q}[ 5{END}]"] == read(tmp_path / "once", ONCE)
 
 
-def test_rated_text_with_data_prompt_null_is_refused(tmp_path):
+def test_rated_text_answer_left_without_a_prompt_by_data_prompt_null_is_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", [LONE] * 2)
     with pytest.raises(Refused, match=r"data\.prompt=null leaves it without a prompt"):
         tokens_of(tmp_path, Preference(file, val_path=validation(tmp_path, str), prompt=None))
 
 
-def test_kto_loss_reads_a_preference_file_as_rated_answers(config, tmp_path):
+def test_file_of_single_rated_answers_is_read_for_kto_and_refused_for_simpo_and_packing(config, tmp_path):
     records = [LONE | {"prompt": f"hi {i}", "label": i % 2 == 0} for i in range(40)]
     file = write(tmp_path / "a.jsonl", records)
     typed = partial(config, "data=preference", f"data.path={file}")

@@ -111,7 +111,7 @@ def test_document_starts_counted_on_the_host_are_used_for_full_causal_document_m
 
 @pytest.mark.parametrize("places", [[[0, 1, 2, 0, 1, 2, 3, 0], [*range(8)]], [[*range(8)], [*range(8)]]])
 @pytest.mark.parametrize("attention", [BY_DOCUMENT, MASKED])
-def test_micro_batch_with_counted_document_starts_has_the_logits_of_one_without_bit_for_bit(places, attention):
+def test_logits_have_equal_bits_whether_document_starts_are_counted_on_the_host_or_in_the_model(places, attention):
     model, ids = network("llama").eval(), torch.randint(0, 500, (2, 8))
     model.set_attn_implementation(attention)
     batch = MicroBatch(ids, ids, torch.tensor(places))

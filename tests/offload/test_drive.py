@@ -67,7 +67,7 @@ def test_training_with_a_drive_has_the_bits_of_training_in_memory(config, in_mem
 
 @pytest.mark.parametrize("holds", ["state", "all"])
 def test_drive_with_updates_on_a_host_thread_gives_the_bits_of_memory(config, in_memory, tmp_path, holds):
-    """As with a card: the host thread uses the drive while the training thread asks where weights are."""
+    """As on a card, the host thread accesses the drive while the training thread looks up where weights are."""
     lane = LateLane(seed=0)
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw8bit", "off", "fixed", holds, lane=lane)
 

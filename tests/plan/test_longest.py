@@ -99,7 +99,7 @@ def test_plan_longest_model_tries_models_from_small_to_large(monkeypatch):
 
 
 @pytest.mark.seam
-def test_plan_longest_seq_len_is_printed_with_its_recipe(planned):  # noqa: F811
+def test_longest_seq_len_ends_at_the_positions_of_the_model_and_prints_the_command(planned):  # noqa: F811
     code, said, written = planned(
         *("gpu=1GiB", "ram=64GiB", "longest=seq_len", *TINY, "model.architecture.n_positions=512"),
         *("precision=bf16", "optim=adamw", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),

@@ -66,7 +66,7 @@ def test_copies_and_sums_of_gradients_overlap_with_backward(link, sums, waits):
 
 def test_host_update_overlaps_with_the_next_forward_pass():
     """After the norm, an update of 3 seconds overlaps with 2 seconds of forward, which waits at least for the largest
-    weight: 4 of 10 parameters. Staging adds 4 bytes per parameter of host traffic. If the link is slower than the
+    weight: 4 of 10 parameters. Staging adds 4 bytes of host traffic per parameter. If the link is slower than the
     update, forward waits for the copies of the weights."""
     typed = cfg("precision=bf16-master", "clip=1.0")
     assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 1.2)

@@ -116,7 +116,7 @@ def test_show_with_evaluate_is_refused(config):
 
 
 @pytest.mark.matrix
-def test_show_prints_random_and_mixed_data(command, text_folder):
+def test_show_prints_tokens_of_random_data_and_documents_of_each_mixed_part(command, text_folder):
     code, said = command("data=random", "show=1", "seq_len=16", base=SMALL)
     assert code == 0 and "random tokens" in said and "16 of 17 tokens learned" in said
     parts = ("+data@data.parts.one=text", "+data@data.parts.two=text", "data.parts.two.packing=documents")

@@ -14,7 +14,7 @@ from conftest import ROOT
 from lowmem.config.typed_lines import key, quoted
 from lowmem.saving.checkpoint import complete
 
-PARAMETERS = 28  # of the small model: updates of masters per optimizer step
+PARAMETERS = 28  # parameters of the small model; each optimizer step updates one master per parameter
 SAVES = ("half a file", "before the rename", "after the rename")
 RUN = ("precision=bf16-master", "optim=adamw8bit", "save_every=1", "model.architecture.n_embd=64")
 

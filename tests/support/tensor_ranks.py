@@ -180,8 +180,8 @@ def named(model):
 
 
 def distance(ranks, model, expected, of):
-    """Returns the largest difference of any element of the gathered tensors. Args: of: local parameter -> tensor to
-    compare."""
+    """Returns the largest difference of any element of the gathered tensors. Args: of: a function that takes a local
+    parameter and returns the tensor to compare."""
     wholes = {name: ranks.gathered(p, of(ranks.local(p)).detach()) for name, p in named(model) if name in expected}
     return max((wholes[name] - tensor).abs().max().item() for name, tensor in expected.items())
 

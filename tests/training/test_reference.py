@@ -269,7 +269,9 @@ def test_corrupted_reference_value_is_detected_and_an_older_format_is_read(tmp_p
 
 @pytest.mark.rows("loss=dpo")
 @BOTH
-def test_resumed_preference_run_has_the_val_loss_of_the_unbroken_run(preferring, tmp_path, computed, loss):
+def test_resumed_preference_run_computes_missing_reference_values_and_has_the_unbroken_val_loss(
+    preferring, tmp_path, computed, loss
+):
     """Missing log-probabilities, or all if the cache is gone, are computed with the initial model."""
     longer = partial(preferring, "max_steps=8", CONSTANT, loss)
     unbroken = fit_run(longer(), tmp_path / "unbroken")["val_loss"]

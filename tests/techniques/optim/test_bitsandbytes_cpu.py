@@ -27,7 +27,7 @@ def as_bitsandbytes_does(monkeypatch):
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Returns a function () that hides the compiler."""
+    """Returns a function that makes lowmem behave as if no compiler were installed."""
     return lambda: monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)
 
 

@@ -104,7 +104,8 @@ BOUNDS = {
     "paged_adamw8bit": adam_in_codes,
     "sgd": descent,
 }
-# State below 32 bits needs a row above. Elements of fp32 state share nothing, so a row for fp32 state is optional.
+# An optimizer whose state has fewer than 32 bits per element needs a row in BOUNDS. Elements of fp32 state share
+# nothing, so a row for fp32 state is optional.
 OPTIMIZERS = [name for name, technique in techniques("optim").items() if name in BOUNDS or technique.state_bits < 32]
 EACH = [pytest.param(optim, marks=SLOW.get(optim, ())) for optim in OPTIMIZERS]
 

@@ -22,9 +22,10 @@ SEAM = {
     "tensor_parallel": "clip and clip_value",
     "pipeline": "clip and clip_value",
 }
-# Refusals while a strategy divides the model. Refusals that follow from the config alone are in `refusals.py`.
+# Features that `refusals.py` refuses from the config alone:
 REFUSED_BY_CONFIG = {*(f"optim={name}" for name in (*IN_BLOCKS, "adafactor", "muon"))}
 REFUSED_BY_CONFIG |= {"compile.activation_memory_budget", "compile=blocks", "adapter=qlora"}
+# Features that are refused only while a strategy divides the model:
 REFUSED = {
     ("tensor_parallel", "adapter=dora"): "DoRA needs the norms of full rows",
     ("tensor_parallel", "adapter=qlora"): "NF4Linear, and only linear layers can be sharded",

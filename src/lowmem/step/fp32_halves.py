@@ -1,9 +1,10 @@
 """Splits fp32 numbers into two 16-bit halves: the upper half is the number in bf16, the lower half is the remainder.
 
 A bf16 weight and its fp32 master have nearly equal upper 16 bits. If the host stores the bf16 weight anyway, the master
-needs only 2 additional bytes per parameter instead of 4. `offload/host_weight.py` stores streamed weights and their
-masters in this form. The upper half is rounded half up: to the next bf16 number if the lower 16 bits are 0x8000 or
-more. Ties go away from zero, since the sign is a separate bit.
+needs only 2 additional bytes per parameter instead of 4. With precision=bf16-master, `offload/host_weight.py` stores
+streamed weights and their masters in this form. The upper half is rounded half up: it increases by 1 if the lower 16
+bits are 0x8000 or more. Since the sign is a separate bit, this increases the magnitude, so ties are rounded away from
+zero.
 
     upper half    u = (bits + 0x8000) >> 16     a bf16 number
     remainder     r = bits - (u << 16)          always fits int16: the lower 16 bits, read as a signed integer
@@ -24,18 +25,19 @@ HALF = 1 << 15
 
 
 def rounded(wide: Tensor, out: Tensor) -> None:
-    """Rounds `wide` (fp32) half up into `out` (bf16, equal shape). If one of the two tensors is not contiguous, this
-    needs a temporary tensor of 4 bytes per element.
+    """Rounds `wide` (fp32) half up into `out` (bf16, equal shape). If one of the two tensors is not contiguous,
+    rounding needs a temporary tensor of 4 bytes per element.
 
-    The bits of a NaN are rounded like the bits of a number. NaNs that arithmetic produces stay NaN. A NaN whose upper
-    half is 0x7fff or 0xffff may become 0, and a NaN with the upper half of infinity may become infinite.
+    The bits of a NaN are rounded like the bits of a number. NaNs that arithmetic produces stay NaN. But a NaN whose
+    upper half is 0x7fff or 0xffff may become 0, and a NaN whose upper half equals the upper half of infinity may become
+    infinite.
     """
     _round(_bits(wide, torch.float32), _bits(out, torch.bfloat16))
 
 
 def round_into(wide: Tensor, out: Tensor) -> None:
-    """Rounds an fp32 master `wide` into its 16-bit weight `out`: half up if `out` is bf16, even if the master is not
-    stored in two halves, and to nearest even if `out` is fp16."""
+    """Rounds an fp32 master `wide` into its 16-bit weight `out`. A bf16 weight is rounded half up, even if its master
+    is not stored in two halves. An fp16 weight is rounded to nearest even."""
     if out.dtype == torch.bfloat16:
         rounded(wide, out)
     else:
@@ -67,8 +69,8 @@ def joined(upper: Tensor, rest: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-# Custom operators, so that memory trackers see one operator per tensor: 70B parameters are 67,000 chunks, with three of
-# torch's operators each.
+# Custom operators, so that memory trackers see one operator per tensor. Without them, trackers would see three
+# operators of torch per chunk, and 70B parameters are 67,000 chunks.
 
 
 @torch.library.custom_op("lowmem::round_half_up", mutates_args=("upper",))

@@ -1,7 +1,7 @@
 """Unscales and clips stored gradients, and computes gradient norms.
 
-Optimizers in this package and in `offload/host_optimizer.py` use these functions. A stored gradient has 16 or 32 bits,
-and may still be multiplied by the loss scale.
+The optimizers in `step/optimizer.py` and `offload/host_optimizer.py` use these functions, and strategies compute their
+norms with them. A stored gradient has 16 or 32 bits, and may still be multiplied by the loss scale.
 """
 
 import math
@@ -42,10 +42,11 @@ class Gradients(NamedTuple):
     """Facts about a window's gradients, known before the optimizer step.
 
     Args:
-        norm: (), global L2 norm of the unscaled gradients before clipping; None: there are no gradients, or the host
-            has applied them during backward (early updates), so their norm is not known.
-        finite: True if all gradients are finite.
-        loss_is_finite: True if the window's loss is finite.
+        norm: (), global L2 norm of the unscaled gradients before clipping; None: there are no gradients, or the norm is
+            not known, because the host has applied gradients during backward (early updates).
+        finite: True if all gradients and their norms are finite, or if there are no gradients to check.
+        loss_is_finite: True if the window's loss is finite, or if a callback has checked the loss before (early
+            updates).
     """
 
     norm: Tensor | None
@@ -54,8 +55,9 @@ class Gradients(NamedTuple):
 
 
 def finite(tensor: Tensor) -> bool:
-    """Returns True if all elements are finite. If an element is nan or inf, so is the minimum or the maximum. Computing
-    both needs no copy of the tensor, and is 40 times as fast as isfinite().all()."""
+    """Returns True if all elements are finite, or if there are no elements. If an element is nan or inf, the minimum or
+    the maximum is nan or inf, too. Computing minimum and maximum needs no copy of the tensor, and is 40 times as fast
+    as isfinite().all()."""
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
 
 
@@ -66,12 +68,12 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def norm_of_all(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Returns the global L2 norm of the parameters' gradients."""
+    """Returns the L2 norm of all gradients of the parameters together. Every parameter must have a gradient."""
     return norm([p.grad for p in parameters])
 
 
 def norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the L2 norm of all gradients together, in fp32 if the gradients have 16 bits."""
+    """Returns the L2 norm of all gradients together, in fp32 or wider."""
     if all(gradient.dtype.itemsize > 2 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)  # one kernel for many tensors on CUDA
     return torch.linalg.vector_norm(torch.stack([norm_of(gradient) for gradient in gradients]))

@@ -1,8 +1,14 @@
-"""Defines optional interfaces of optimizers, for the update of one parameter whose gradient or weight has 16 bits.
+"""Defines optional interfaces of optimizers, for the update of a single parameter on the host and for the run's
+summary.
 
-`offload/host_weight.py` calls these interfaces on the host. Optimizers that implement neither work too: gradient and
-weight are converted to fp32, `step` is called, and the result is rounded. An optimizer that derives from `OnePass` or
-`InPieces` avoids these fp32 copies.
+    OnePass     `step_from`: updates an fp32 weight (in one tensor or in two halves) from a 16- or 32-bit gradient
+    InPieces    `step_narrow`: updates a 16-bit weight that has no fp32 weight on the host
+    RunsAs      `runs_as`: names the implementation in use
+
+`HostWeight.step` calls `step_from`, and `StochasticHostWeight.step` calls `step_narrow` (`offload/host_weight.py`). On
+a card both run in the host thread. An optimizer that does not implement the interface is called through `step`:
+gradient and weight are converted to fp32, `step` is called, and the result is rounded. `OnePass` and `InPieces` avoid
+these fp32 copies.
 """
 
 from collections.abc import Callable
@@ -18,9 +24,9 @@ class Step(NamedTuple):
 
     Args:
         gradient: the stored gradient: p's shape, in fp32, bf16 or fp16.
-        group: options of p's parameter group when the update was queued.
-        p: the fp32 parameter. Its data is a placeholder without memory if there is no fp32 master, or if the master is
-            stored in two halves.
+        group: options of p's parameter group, as they were when the update was queued.
+        p: the fp32 parameter. Its data is a placeholder that takes no memory if there is no fp32 master, or if the
+            master is stored in two halves.
         reading: unscales and clips the gradient before the update.
         narrow: p's shape, in bf16 or fp16; receives the new weight. None: only p is updated.
     """
@@ -33,10 +39,10 @@ class Step(NamedTuple):
 
 
 class OnePass:
-    """An optimizer that converts from and to 16 bits within its own pass over memory."""
+    """An optimizer that converts 16-bit gradients and weights within its own pass over memory."""
 
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Updates a parameter on the host. `offload/host_weight.py` calls this method instead of `step`.
+        """Updates a parameter on the host. `HostWeight.step` calls this method instead of `step`.
 
         Args:
             step: the new weight is rounded into `step.narrow`: half up in bf16, to nearest even in fp16. If
@@ -52,12 +58,12 @@ class InPieces:
     """An optimizer that updates a 16-bit weight piece by piece, which avoids a full fp32 copy of the weight."""
 
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
-        """Updates a weight that has no fp32 master. `offload/host_weight.py` calls this method instead of `step`.
+        """Updates a weight that has no fp32 master. `StochasticHostWeight.step` calls this method instead of `step`.
 
         Args:
-            step: `step.narrow` (contiguous) is the weight, and is updated in place; p's data is not read.
+            step: `step.narrow` (contiguous) is the weight, which is updated in place. p's data is not read.
             round: function (fp32 piece, corresponding piece of `step.narrow`) that rounds the fp32 piece into the
-                16-bit piece. Both are flat. Must be called in the order of the elements.
+                16-bit piece. Both pieces are flat. The function must be called in the order of the elements.
         """
         raise NotImplementedError
 

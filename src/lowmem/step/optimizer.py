@@ -1,13 +1,14 @@
 """Wraps a torch optimizer, so that all kinds of weights have one interface for the update at the end of a window.
 
-A window is the micro-batches of one optimizer step. `training_step` calls these methods of the wrapper, in this order:
+A window is the micro-batches of one optimizer step. `training_step` calls these methods of the wrapper in this order;
+a skipped step leaves out `clip` and `step`:
 
     finish            complete the gradients, compute their norm, check that loss and gradients are finite
     clip              by value, then by global norm
     step              update the weights
     drop_gradients    free the gradients
 
-The wrappers:
+The classes of wrappers:
 
     WindowOptimizer         this module: the interface
       DeviceOptimizer       this module: fp32 weights on the device, with gradients in `p.grad`
@@ -31,10 +32,10 @@ GlobalNorm = Callable[[Iterable[nn.Parameter]], Tensor]  # returns the norm of t
 
 
 class WindowOptimizer(Optimizer):
-    """Wraps a torch optimizer, and shares its parameter groups and state. `CausalLM.training_step` calls `finish`,
-    `clip`, `step` and `drop_gradients`, in this order. Args: inner: the wrapped optimizer."""
+    """Base class of wrappers: shares the parameter groups and the state of the inner optimizer. Args: inner: the
+    wrapped optimizer."""
 
-    scale = 1.0  # loss scale that stored gradients still contain after `finish`
+    scale = 1.0  # loss scale by which `p.grad` is still multiplied after `finish`; not used by `HostOptimizer`
 
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -43,7 +44,7 @@ class WindowOptimizer(Optimizer):
         self.__class__ = type(type(inner).__name__, (type(self),), {})
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
-        """Completes a window's gradients after its last backward pass.
+        """Completes a window's gradients, after the window's last backward pass.
 
         The training thread waits for the device here, once per window, to read whether loss and gradients are finite.
 
@@ -111,7 +112,7 @@ class DeviceOptimizer(WindowOptimizer):
     def __init__(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm = norm_of_all) -> None:
         super().__init__(inner)
         self.model, self.global_norm = model, global_norm
-        self._parameters = list(model.parameters())  # listed once: walking the modules of a deep model takes ms
+        self._parameters = list(model.parameters())  # listed once: a deep model takes milliseconds
         self._stepped_norms: dict[str, Tensor] = {}  # name -> norm of a gradient that was applied inside backward
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
@@ -125,8 +126,8 @@ class DeviceOptimizer(WindowOptimizer):
         return Gradients(None if norm is None else norm / self.scale, are_finite, loss_is_finite)
 
     def _norm(self) -> Tensor | None:
-        """Returns the global norm of the stored gradients, multiplied by the loss scale unless `_unscale` has removed
-        it; None: no parameter has a gradient."""
+        """Returns the global norm of the stored gradients, or of the gradients that were applied inside backward. The
+        norm is multiplied by `scale`. Returns None if the window has no gradients."""
         # Sum in the order of the model's parameters, not of the parameter groups. Plain PyTorch loops use the model's
         # order too, so their norms are bit-identical.
         if parameters := [p for p in self._parameters if p.grad is not None]:
@@ -163,8 +164,8 @@ class DeviceOptimizer(WindowOptimizer):
         self._stepped_norms.clear()
 
     def use_up(self, name: str, gradient: Tensor) -> None:
-        """Stores the norm of a gradient that is applied inside backward, for `finish`. The norm stays on the device, so
-        the host does not wait."""
+        """Stores the norm of a gradient that is applied inside backward; `finish` reads the norm. The norm stays on the
+        device, so the host does not wait."""
         self._stepped_norms[name] = norm_of(gradient)
 
     def with_gradient(self) -> Iterator[tuple[dict, nn.Parameter]]:

@@ -1,7 +1,7 @@
 """Stochastic rounding of fp32 weights to bf16: updates smaller than the spacing of bf16 take effect on average.
 
-`precision=bf16-sr` uses it for weights on the device (`techniques/precision/weights_16bit.py`) and on the host
-(`offload/host_weight.py`). Source: Zamirai et al. 2020, arXiv 2010.06192.
+With `precision=bf16-sr`, weights on the device (`techniques/precision/weights_16bit.py`) and on the host
+(`offload/host_weight.py`) are rounded by the function in this module. Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 from functools import partial
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # maximum elements to round at once, unless a single row has more
+CHUNK = 1 << 22  # maximum number of elements that are rounded at once, unless a single row has more
 LARGEST = torch.finfo(torch.bfloat16).max
 
 
@@ -19,15 +19,16 @@ def stochastically(
     """Rounds `wide` (fp32) into `narrow` (bf16), up or down at random with probabilities that keep the expected value.
 
     bf16 is the upper half of fp32. A uniform 16-bit random number is added to the lower half, and a carry rounds the
-    magnitude up. Results are clamped to the largest finite bf16 number, since rounding up could give inf. A few rows
-    are rounded at a time, because rounding needs 15 bytes of temporary memory per element.
+    magnitude up. Results are clamped to the largest finite bf16 number, since rounding up could give inf. At most CHUNK
+    elements are rounded at a time, because rounding needs 15 bytes of temporary memory per element.
 
     Args:
         wide: fp32.
         narrow: bf16, equal shape; receives the result.
         generator: random number generator on the device of `wide`; None: torch's default generator.
-        on_host: True: check the values first, and if all are in the range of bf16, take a path that gives equal bits in
-            less than half of the time and memory. False on a card, where the host would have to wait for the values.
+        on_host: True: check the values first. If all values are in the range of bf16, a faster path gives equal bits in
+            less than half of the time and memory. Use False on a card, where the host would have to wait for the
+            values.
     """
     draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
     wide, narrow = torch.atleast_1d(wide, narrow)
@@ -44,7 +45,7 @@ def stochastically(
 
 
 def _has_neighbours(wide: Tensor) -> bool:
-    """Returns True if all numbers are within the finite range of bf16, and False if a number is nan."""
+    """Returns True if all numbers are within the finite range of bf16; a nan is not."""
     low, high = torch.aminmax(wide)
     return bool(low >= -LARGEST) and bool(high <= LARGEST)
 

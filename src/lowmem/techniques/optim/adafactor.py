@@ -1,11 +1,11 @@
-"""transformers' Adafactor, with an additional step for 16-bit weights in host memory, a few rows at a time.
+"""transformers' Adafactor, with an additional step that updates 16-bit weights in host memory a few rows at a time.
 
 transformers' `step` needs 16 bytes of temporary memory per element of the largest parameter: weight and gradient in
 fp32, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow` avoids this memory: it
 updates the optimizer state with transformers' formulas, piece by piece. Reductions over the full parameter (the mean
 squares of rows and columns, and the RMS of the update) are computed in separate passes. So the gradient is read three
-times. Only these sums are added in a different order; all other arithmetic is bit-identical to transformers' step.
-Source: Shazeer and Stern 2018, arXiv 1804.04235.
+times. Only the sums of these reductions are added in a different order; all other arithmetic is bit-identical to
+transformers' step. Source: Shazeer and Stern 2018, arXiv 1804.04235.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from transformers import optimization
 
 from lowmem.step.one_weight import InPieces, Step
 
-CHUNK = 1 << 22  # maximum elements of a piece, which has at least one row: 16 MiB in fp32
+CHUNK = 1 << 22  # maximum number of elements of a piece (16 MiB in fp32), unless a single row has more
 
 Shape = tuple[int, int, int]  # (matrices, rows, columns)
 Piece = tuple[slice, slice]  # (matrices, rows): several full matrices, or several rows of one matrix
@@ -114,7 +114,7 @@ def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group:
 
 
 def _each(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Updates the mean squares of a vector, which has one for each element. Returns: see `_factored`."""
+    """Updates the mean squares of a vector: one mean square for each element. Returns: see `_factored`."""
     squares, beta = state["exp_avg_sq"].view(shape), _beta(state, group)
     for piece in pieces:
         squares[piece].mul_(beta).add_(read(piece).square_().add_(group["eps"][0]), alpha=1.0 - beta)

@@ -1,17 +1,19 @@
 """AdamW with block-wise 8-bit state for the CPU: 2.03 bytes of state per parameter, one pass over memory.
 
-Each block of 256 elements stores its largest magnitude in fp32 and each element in 8 bits, on a square-root scale:
+Both moments are stored in blocks of 256 elements. A block stores its largest magnitude in fp32, and each element in 8
+bits on a square-root scale:
 
     first moment     sign(m) sqrt(|m| / max |m|)       int8
     second moment    sqrt(u / max u), u = sqrt(v)      uint8, never 0
 
 Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU's vector instructions can be
-used. The stored code of u is never 0, because a second moment of zero would turn the next small gradient into a huge
-update.
+used. After the first step the stored code of u is never 0, because a second moment of zero would turn the next small
+gradient into a huge update.
 
-On a CPU the step is one C++ function, compiled once. It reads the gradient in 16 or 32 bits, scales and clips it, and
-updates the state. The weights are updated in fp32, and also written in 16 bits; or they are read and written as two
-16-bit halves (`step/fp32_halves.py`). Without a compiler, and on CUDA, torch operators do the same arithmetic.
+On a CPU the step is one C++ function, which is compiled once. The function reads the gradient in 16 or 32 bits,
+unscales and clips it, and updates state and weight. The weight is either in fp32, with an optional 16-bit copy that is
+written too, or in two 16-bit halves (`step/fp32_halves.py`). Without a compiler, and on CUDA, torch operators do the
+same arithmetic.
 
 Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
 """
@@ -36,7 +38,7 @@ BLOCK = 256
 # (1 / 127)^2 times the largest m, and both factors are about equal. So an element that is tiny in its block does not
 # get a larger update than the other elements.
 LEAST = 2
-NOTHING = 1e-30  # a block whose largest element is at most this counts as 0: the inverse could be infinite
+NOTHING = 1e-30  # a block whose largest element is at most this is treated as zeros: 1 / largest could be infinite
 SMALL = 4096  # parameters with fewer elements keep fp32 state, as in bitsandbytes
 # Elements that torch operators process at once: intermediate results fit in a CPU's cache, and take 0.2 GiB on a card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
@@ -74,7 +76,8 @@ class HostAdamW8bit(Optimizer, OnePass):
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
         """Updates a parameter. With 32-bit state, on CUDA, and without a compiler, the halves of a split weight are
-        joined to a temporary fp32 tensor. Args: see `OnePass`."""
+        joined to a temporary fp32 tensor. Args: see `OnePass`. Raises: ValueError: the C++ function cannot read a
+        weight, because it is not contiguous or not in fp32."""
         gradient, group, p, reading, rounded = step
         state, like = self.state[p], p if rest is None else rest
         if not state:
@@ -101,7 +104,7 @@ class HostAdamW8bit(Optimizer, OnePass):
 
 
 class Rule(NamedTuple):
-    """The scalars of an update, in the order of the C++ struct `Rule`."""
+    """The scalars of an update, in the order of the C++ struct `Rule`, which then contains the fields of `Reading`."""
 
     rate: float  # lr / bias correction of the first moment
     keep: float  # 1 - lr * weight_decay
@@ -110,7 +113,7 @@ class Rule(NamedTuple):
     beta2: float
     rest2: float
     eps: float
-    widened: float  # bias correction of the second moment, by which its square root is multiplied
+    widened: float  # factor of the second moment's square root: 1 / sqrt(1 - beta2^step)
 
 
 def _rule(group: dict, step: int) -> Rule:
@@ -120,7 +123,8 @@ def _rule(group: dict, step: int) -> Rule:
 
 
 def _zeros(p: Tensor, bits: int) -> dict:
-    """Returns the initial state of a parameter, on its device. Args: p: fp32; bits: 8 or 32."""
+    """Returns the initial state of a parameter, on its device. Args: p: the parameter, or the lower half of a split
+    weight: only its shape and device are read; bits: 8 or 32."""
     if bits == 32 or p.numel() < SMALL:
         return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("m", "v")}}
     blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
@@ -184,8 +188,8 @@ def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
 
 
 def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
-    """Updates a chunk with torch operators. Args: scratch: (3, >= elements of the chunk), fp32: memory for intermediate
-    results."""
+    """Updates a chunk with torch operators. Args: scratch: (3, n) fp32, memory for intermediate results, where n is at
+    least the number of elements of the chunk."""
     p, g, m8, u8, m_top, u_top = chunk
     m, u, x = (buffer[: p.numel()].view(p.shape) for buffer in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
@@ -196,6 +200,6 @@ def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> 
     p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
     torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
-    # blocks of zeros, or nearly zeros, are divided by 1: the inverse of their maximum could be infinite
+    # blocks of zeros, or of numbers near zero, are divided by 1, because the inverse of their maximum could be infinite
     m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
     u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

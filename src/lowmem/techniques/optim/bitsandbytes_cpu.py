@@ -2,14 +2,14 @@
 
 bitsandbytes' own CPU implementation uses torch operators. It is 30 times slower than a fused step, and often rounds
 small elements of a block to a neighbor of the nearest code (version 0.50: 12 % of elements on the signed scale and 18 %
-on the unsigned scale, for log-normal magnitudes). Even zeros are rounded away from zero, so a step changes
-weights that never had a gradient.
+on the unsigned scale, for log-normal magnitudes). Even zeros are rounded away from zero, so a step changes weights
+whose gradients have always been zero.
 
 Here the step is one C++ function, with bitsandbytes' state and dynamic scales. The optimizer's class and its
-checkpoints do not change, so a run on a card can resume a checkpoint of a CPU. Without a compiler, torch operators
-compute the step. Each element is rounded to the nearest code, as in bitsandbytes' CUDA kernels. After 20 steps the
-difference from AdamW is half as large as with bitsandbytes' own CPU step. Block-wise dynamic state: Dettmers et al.
-2022, arXiv 2110.02861.
+checkpoints do not change, so a run on a card can resume from a checkpoint of a run on a CPU. Without a compiler, torch
+operators compute the step. Each element is rounded to the nearest code, as in bitsandbytes' CUDA kernels. After 20
+steps the difference from AdamW is half as large as with bitsandbytes' own CPU step. Block-wise dynamic state: Dettmers
+et al. 2022, arXiv 2110.02861.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ RULES = ("adam", "lion")  # bitsandbytes' names of update rules
 
 
 def in_one_pass(optimizer: Optimizer) -> None:
-    """Makes a bitsandbytes optimizer use this module's step for parameters in host memory, in place. Does nothing for
-    update rules other than Adam and Lion."""
+    """Changes a bitsandbytes optimizer in place, so that this module's step updates parameters in host memory with
+    8-bit state. Does nothing for update rules other than Adam and Lion."""
     if optimizer.optimizer_name not in RULES:
         return
     theirs = optimizer.update_step
@@ -59,8 +59,8 @@ def _native(p: Tensor) -> ctypes.CDLL | None:
 
 
 def _rule(name: str, config: dict, step: int) -> tuple[float, ...]:
-    """Returns the scalars of a step, in the order of the C++ struct `Rule`. As in torch, they are computed in fp64 and
-    rounded once."""
+    """Returns the scalars of a step, in the order of the C++ struct `Rule`. As in torch, the scalars are computed in
+    fp64 and rounded once."""
     (beta1, beta2, *_), lr = config["betas"], config["lr"]
     rate, widened = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if name == "adam" else (lr, 1.0)
     return beta1, 1 - beta1, beta2, 1 - beta2, config["eps"], rate, widened, 1 - lr * config["weight_decay"]

@@ -1,17 +1,16 @@
-"""Creates the optimizer of a model from the class that an optimizer's yaml names.
+"""Creates the optimizer of a model from the class that a yaml of conf/optim names, and changes the optimizer in place.
 
-For every class, this module adds:
+For every class:
 
-- parameter groups by role, so that weight decay applies only to matrices and embeddings
-- restored state keeps the dtype in which it was saved, and a resumed run keeps the settings of its yaml
+- Parameter groups are formed by role, so that weight decay applies only to matrices and embeddings.
+- A resume restores state in the dtype in which it was saved, and keeps the settings of the resumed run's yaml.
+- For 8-bit optimizers each group has the number of bits of its state: 8, or `embedding_bits` for embeddings.
 
-For bitsandbytes' optimizers, it also adds:
+For bitsandbytes' optimizers also:
 
-- weight decay before the update, as in AdamW, on every device
-- 32-bit state for embeddings
-- no second moment that is rounded to zero
-- a fast step on a CPU (`bitsandbytes_cpu.py`)
-- paged state that is restored as paged memory
+- Weight decay is applied before the update, as in AdamW, on every device. - Each group's state has the number of bits
+of the group. - A second moment is never rounded to zero, except in a block of zeros. - The step on a CPU is fast
+(`bitsandbytes_cpu.py`). - Paged state is restored as paged memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +30,7 @@ DECOUPLED = ("adam", "lion", "ademamix")  # bitsandbytes' update rules with deco
 PAGED_FROM = 100_000  # minimum elements of a parameter with paged state (bitsandbytes' `get_state_buffer`)
 
 
-Restored = Callable[[Optimizer, nn.Parameter], None]  # called after the state of a parameter was restored
+Restored = Callable[[Optimizer, nn.Parameter], None]  # called after the state of a parameter has been restored
 
 
 def itself(p: nn.Parameter) -> nn.Parameter:
@@ -44,10 +43,10 @@ def nothing(*_: object) -> None:
 
 class MakeOptimizer:
     """A function (model, master, restored) -> optimizer. `master` maps a parameter of the model to the parameter that
-    the optimizer updates; `restored` is called after the state of a parameter was restored.
+    the optimizer updates; `restored` is called after the state of a parameter has been restored.
 
     Args:
-        make: parameter groups -> optimizer: a partial of the class that the yaml names.
+        make: function (parameter groups) -> optimizer: the class that the yaml names, or a partial of it.
         embedding_bits: bits of the state of embeddings in an 8-bit optimizer; None: not an 8-bit optimizer.
     """
 
@@ -86,7 +85,7 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
     Matrices and embeddings have weight decay; vectors (norms, biases) do not. A head counts as an embedding, tied or
     not, because its rows belong to tokens. The biases of fused experts are (experts, columns) tensors, recognized by
-    their names.
+    their names, and counted as vectors.
     """
     by_token = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -174,11 +173,12 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
 
     torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half of their bits,
     and 8-bit codes would temporarily take four times their size. So torch restores only the groups, and hooks restore
-    the tensors. torchao's issue 3314 describes the problem; bitsandbytes does not have it.
+    the tensors. torchao's issue 3314 describes this problem. bitsandbytes' own `load_state_dict` keeps the dtypes, and
+    does not call hooks.
 
     Args:
         optimizer: changed in place.
-        restored: called after the state of a parameter was restored.
+        restored: called after the state of a parameter has been restored.
     """
     saved: dict = {}
 
@@ -232,8 +232,8 @@ def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> 
 
 
 def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
-    """Returns a copy of a state value on the parameter's device. Step counts are copied to the host, unless a fused or
-    capturable optimizer reads them on the device."""
+    """Returns a copy of a state tensor on the parameter's device, and a value of another type unchanged. Step counts
+    are copied to the host, unless a fused or capturable optimizer reads them on the device."""
     if not isinstance(value, Tensor):
         return value
     counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
@@ -241,11 +241,11 @@ def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
 
 
 def _copied(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device. Wrapper subclasses are copied by their inner tensors, because torchao's 4-bit state
-    ignores `copy=True` of `Tensor.to` if it is already on the device."""
+    """Returns a copy on the device. Wrapper subclasses are copied by their inner tensors, because `Tensor.to` ignores
+    `copy=True` for torchao's 4-bit state that is already on the device."""
     if not is_traceable_wrapper_subclass(value):
         return value.to(device, copy=True)
     names, context = value.__tensor_flatten__()
-    parts = {name: getattr(value, name) for name in names}  # for a DTensor also its mesh, not a tensor
+    parts = {name: getattr(value, name) for name in names}  # a DTensor's mesh is not a tensor
     copies = {name: _copied(part, device) if isinstance(part, Tensor) else part for name, part in parts.items()}
     return type(value).__tensor_unflatten__(copies, context, value.shape, value.stride())

@@ -1,7 +1,8 @@
-"""Compiles a C++ file of this package into a shared library, once, with any available C++ compiler.
+"""Compiles a C++ file of this package into a shared library, with any available C++ compiler, and caches the library.
 
-The 8-bit optimizers use it for their CPU steps. Only a compiler is needed, without headers of Python or torch and
-without a build system. ctypes calls the functions of the library, and releases the GIL during a call.
+`adamw8bit.py` and `bitsandbytes_cpu.py` use such libraries for their steps on a CPU. Only a compiler is needed, without
+headers of Python or torch and without a build system. ctypes calls the functions of the library, and releases the GIL
+during a call.
 """
 
 import ctypes
@@ -27,14 +28,14 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtype -> its
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Returns a tensor's address for a C++ function; a null pointer for None."""
+    """Returns a tensor's address for a C++ function, or a null pointer for None."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Returns the compiled library. None: there is no compiler, or compilation failed; the reason is logged once, and
-    the caller has to use a slower implementation.
+    """Returns the compiled library, or None if there is no compiler, or if compilation or loading fails. Then the
+    reason is logged once, and the caller must use a slower implementation.
 
     Args:
         source: the C++ file.
@@ -57,8 +58,9 @@ def _without(source: Path, why: str) -> None:
 
 
 def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
-    """Returns the path of the library, and compiles it first if it is not in the cache. The file name contains a hash
-    of the sources, the flags and the compiler's predefined macros, which list this processor's instruction set."""
+    """Returns the path of the library, which is compiled first if the cache does not contain an intact copy. The file
+    name contains a hash of the sources, the flags and the compiler's predefined macros, which list this processor's
+    instruction set."""
     describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     target = _run(describe)
     texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(source.parent.glob("*.hpp")))]
@@ -98,6 +100,6 @@ def _compile(command: list[str]) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Runs a compiler and returns its output. Ctrl-C does not reach the compiler, because a run that is interrupted
-    completes its current step first, which needs the library."""
+    """Runs a compiler and returns its output. Ctrl-C does not reach the compiler: an interrupted run first completes
+    its current step, and this step needs the library."""
     return subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True).stdout

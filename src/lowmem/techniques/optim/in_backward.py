@@ -1,9 +1,10 @@
-"""Updates weights inside backward: each weight as soon as its gradient exists, after which the gradient is freed.
+"""Updates weights inside backward: each weight is updated as soon as its gradient exists, and then the gradient is
+freed.
 
-This saves the memory of the gradients, 4 bytes per parameter (2 with 16-bit weights): only single gradients exist at a
-time. It excludes everything that needs all gradients of a step at once: clipping by the global norm, loss scaling (an
-overflow would be known only at the end of backward), and gradient accumulation. Source: Lv et al. 2023, arXiv
-2306.09782.
+This saves the memory of the gradients, 4 bytes per parameter (2 with 16-bit weights), because few gradients exist at
+the same time. Techniques that need all gradients of a step are refused: clipping by the global norm, loss scaling (an
+overflow would be known only at the end of backward), gradient accumulation, several devices, and skipping a step that
+is not finite. Source: Lv et al. 2023, arXiv 2306.09782.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +12,8 @@ from torch import nn
 
 
 class StepInBackward(Callback):
-    """Updates each parameter in a hook on its gradient, on the device.
+    """Updates each parameter on the device, in a hook that the thread of the backward pass calls when the gradient is
+    complete.
 
     Args:
         enabled: False: do nothing.

@@ -2,12 +2,12 @@
 
 Muon updates a matrix by the orthogonal matrix that is nearest to its momentum, so that all directions change equally.
 It stores one moment (4 bytes per parameter), and AdamW stores two. Fused experts (experts, rows, columns) are one
-matrix per expert; these matrices are updated one by one, so temporary memory is needed for a single matrix. Embeddings,
+matrix per expert. These matrices are updated one by one, so temporary memory is needed for only one matrix. Embeddings,
 head, norms, biases and convolutions do not map between hidden spaces, and use AdamW. Source: Jordan et al. 2024,
 kellerjordan.github.io/posts/muon.
 
-The updates are torch's implementations of Muon and AdamW. They receive this optimizer's groups and state at each step,
-and store nothing themselves.
+`torch.optim.Muon` and `torch.optim.AdamW` compute the updates. Both receive this optimizer's groups and state at each
+step, and store nothing themselves.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 # torch's rule `match_rms_adamw` gives a Muon update an RMS of 0.2 lr. AdamW's first update has an RMS of lr. `Muon`
 # divides by TORCHS_RMS, so that an exactly orthogonal update has an RMS of lr, too. torch's five iterations give a
 # nearly orthogonal update: its RMS is 0.86 to 0.96 lr for a random gradient. If the gradient has rank r instead of full
-# rank n, the RMS is smaller by a factor of sqrt(r / n).
+# rank n, the RMS is multiplied by sqrt(r / n).
 TORCHS_RMS = 0.2
 
 
@@ -85,6 +85,6 @@ class Muon(Optimizer):
 
 
 def holds_matrices(group: dict, p: nn.Parameter) -> bool:
-    """Returns True if p is a matrix, or a stack of matrices (fused experts). Depthwise convolutions
-    (channels, 1, width) are not matrices."""
+    """Returns True if Muon updates p: p is a matrix, or a stack of matrices (fused experts), in a group with the role
+    matrix. Depthwise convolutions (channels, 1, width) are not matrices."""
     return group["role"] == "matrix" and (p.dim() == 2 or (p.dim() == 3 and p.shape[1] > 1))

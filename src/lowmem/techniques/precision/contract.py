@@ -1,8 +1,8 @@
 """The interface of a precision: the dtypes of weights and matrix products, and the loss scale.
 
 A precision is a Lightning plugin. Other code uses only the attributes and methods below, which are in the order in
-which a run uses them. The defaults are for fp32 weights: a new precision sets `dtype`, and overrides the methods that
-have to do something else. It derives from one of these classes:
+which a run uses them. The defaults are for fp32 weights: a new precision sets `dtype`, and overrides the methods whose
+default does not fit. The base class of a new precision is one of these classes:
 
     BasePrecision         this module
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
@@ -61,9 +61,10 @@ class BasePrecision(Precision):
             self._on_converted.append(call)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Converts the module in place and returns it. Lightning calls this once the weights are loaded or restored,
-        before they move to the device, and before any computation or memory tracking. `teardown` is always called at
-        the end of the run. Parameter objects must stay the same during the run."""
+        """Converts the module in place and returns it. Lightning calls this method after the weights have been loaded
+        or restored from a checkpoint, before the weights move to the device, and before any computation or memory
+        tracking. Changes to the process may be registered in `_run`, since `teardown` always undoes them at the end of
+        the run. Parameter objects must stay the same during the run."""
         if self._run.enter_context(widened(self.dtype, self.device)):
             log.info(
                 f"This CPU has no {NAMES[self.dtype]} matrix products: they are computed in fp32, and each result is "
@@ -78,9 +79,9 @@ class BasePrecision(Precision):
         return DeviceOptimizer(inner, model, global_norm)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:
-        """Refuses an optimizer that was not created by the method `optimizer`, because it would apply gradients that
-        are still multiplied by the loss scale. Lightning calls this before the first step, and with an empty list
-        before an evaluation."""
+        """Refuses an optimizer that is not a `WindowOptimizer`, because it would apply gradients that are still
+        multiplied by the loss scale. Lightning calls this method before the first step, and with an empty list before
+        an evaluation. Raises: Refused."""
         if not all(isinstance(optimizer, WindowOptimizer) for optimizer in optimizers):
             raise Refused(
                 f"{type(self).__name__} cannot train {type(model).__name__}: only the optimizer of "
@@ -106,13 +107,13 @@ class BasePrecision(Precision):
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager:
-        """Returns the context of a forward pass, such as autocast. The module enters it for each forward pass in
-        training, and Lightning for each step of an evaluation."""
+        """Returns the context of a forward pass, such as autocast. `CausalLM` enters this context for each forward pass
+        in training, and Lightning enters it for each step of an evaluation."""
         return nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Calls callbacks, and returns the tensor whose `backward` is called: the loss, scaled if the precision scales
-        losses. Lightning calls this with the loss of each micro-batch."""
+        losses. Called with the loss of each micro-batch."""
         return super().pre_backward(tensor, module)
 
     # --- each window ----------------------------------------------------------------------------------------------
@@ -121,8 +122,8 @@ class BasePrecision(Precision):
         """Sets the loss scale of the next window. Args: finite: True if all gradients of this window are finite."""
 
     def optimizer_step(self, optimizer: Optimizer, model: LightningModule, closure: object, **kwargs: object) -> None:
-        """Steps the optimizer. Unlike Lightning's version, it does not call callbacks or clip gradients, because
-        `CausalLM.training_step` has already done both."""
+        """Steps the optimizer. Unlike Lightning's version, this method does not call callbacks or clip gradients,
+        because `CausalLM.training_step` has already done both."""
         optimizer.step()
 
     # --- after steps ----------------------------------------------------------------------------------------------

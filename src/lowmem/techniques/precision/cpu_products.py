@@ -1,12 +1,13 @@
 """Speeds up 16-bit matrix products on CPUs that have no instructions for 16-bit products.
 
 On such a CPU torch uses a plain loop that is 10 to 100 times slower than an fp32 product (pytorch issue 146508). So
-during a run torch's CPU kernels are replaced by kernels that convert the inputs to fp32, multiply and add in fp32, and
-round the result once, as the 16-bit instructions do. Kernels are replaced at the CPU dispatch key, below autocast,
-autograd and memory trackers. Forward, backward and recomputation use the new kernels, and saved tensors still have 16
-bits. The price is temporary memory: the fp32 copies of the inputs of one operator.
+`BasePrecision.convert_module` replaces torch's CPU kernels until the end of the run. The replacements convert the
+inputs to fp32, multiply and add in fp32, and round the result once, as the 16-bit instructions do. Kernels are replaced
+at the CPU dispatch key, below autocast, autograd and memory trackers. Forward, backward and recomputation use the new
+kernels, and saved tensors still have 16 bits. The price is temporary memory: the fp32 copies of the inputs of one
+operator.
 
-A dispatch mode could replace the kernels too, but would add a Python call to every operator.
+A dispatch mode could also replace the kernels, but would add a Python call to every operator.
 """
 
 import warnings
@@ -38,7 +39,7 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def has_units(dtype: torch.dtype) -> bool:
-    """Returns True if this CPU has matrix instructions for `dtype`."""
+    """Returns True if this CPU has matrix instructions for `dtype`, or if `dtype` is neither fp16 nor bf16."""
     return dtype not in NAMES or cpu_multiplies_in(NAMES[dtype])
 
 
@@ -63,7 +64,8 @@ def _native(product: OpOverload) -> Callable:
 
 
 def _wide(product: OpOverload, dtype: torch.dtype) -> Callable:
-    """Returns the replacement kernel, which calls torch's kernel with fp32 inputs and rounds the results."""
+    """Returns the replacement kernel. For inputs in `dtype` the kernel calls torch's kernel with fp32 copies and rounds
+    the results; for other inputs it calls torch's kernel unchanged."""
     native = _native(product)
 
     def wide(value: object) -> object:

@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: the loss is multiplied before backward, so that fp16 gradients do not underflow (below 6e-8).
+"""Dynamic loss scaling: the loss is multiplied before backward, so that small gradients do not underflow in fp16.
 
-If a gradient overflows, the step is skipped and the scale is halved. After `growth_interval` steps without overflow the
-scale is doubled. Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler is not used: it refuses fp16
-gradients, and would unscale them in fp16, where small gradients underflow.
+If a gradient overflows, the step is skipped and the scale is halved. After `growth_interval` consecutive steps without
+overflow the scale is doubled. Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler is not used: it
+refuses fp16 gradients, and would unscale them in fp16, where small gradients underflow.
 """
 
 from lightning.pytorch import LightningModule
@@ -16,12 +16,12 @@ SMALLEST = 2.0**-10
 
 
 class LossScale:
-    """The loss scale and its update rule. Args: value: initial scale; growth_interval: number of steps without overflow
-    after which the scale is doubled."""
+    """The loss scale and its update rule. Args: value: initial scale; growth_interval: number of consecutive steps
+    without overflow after which the scale is doubled."""
 
     def __init__(self, value: float, growth_interval: int) -> None:
         self.value, self.growth_interval = float(value), growth_interval
-        self.steps = 0  # steps without overflow since the last change
+        self.steps = 0  # steps since the last overflow or the last change of the scale
         self.halved = False  # True: the last window overflowed, and the scale was halved
 
     def update(self, finite: bool) -> None:
@@ -42,7 +42,7 @@ class LossScale:
 
 class ScaledLoss(BasePrecision):
     """A mixin for fp16 precisions: scales the loss so that small gradients do not underflow. The optimizer unscales the
-    gradients (`step/optimizer.py`).
+    gradients, in `finish` or when it updates a weight.
 
     Args:
         init_scale: loss scale at the start; halved whenever a gradient overflows.

@@ -1,10 +1,12 @@
-"""Weights, gradients and activations in 16 bits, which halves their bytes, with updates computed in fp32.
+"""Precisions with weights, gradients and activations in 16 bits, which halves their bytes; updates are computed in
+fp32.
 
-Parameters are updated one at a time, on the device: weight and gradient are converted to fp32, the optimizer updates
-the fp32 weight, and the result is rounded to 16 bits. This works with any optimizer. The optimizer sees fp32 weights
-and gradients, so its state has the usual dtypes, and an eps of 1e-8 does not underflow. The step needs temporary memory
-for the fp32 weight and gradient of one parameter. RoPE frequencies and other fp32 buffers keep their dtype. A subclass
-may convert and round differently, and store additional tensors with each weight.
+Parameters are updated one at a time, on the device (streamed weights on the host, see `BFloat16Stochastic`): weight and
+gradient are converted to fp32, the optimizer updates the fp32 weight, and the result is rounded to 16 bits. This works
+with any optimizer. The optimizer sees fp32 weights and gradients, so its state has the usual dtypes, and an eps of 1e-8
+does not underflow. The step needs temporary memory for the fp32 weight and gradient of one parameter. RoPE frequencies
+and other fp32 buffers keep their dtype. A subclass may convert and round differently, and store additional tensors with
+each weight.
 
 The price is lost updates: a 16-bit weight cannot change by less than the spacing of its dtype. The spacing of bf16 is
 0.4 to 0.8 % of the weight, so most updates of fine-tuning are rounded away. Stochastic rounding changes the weight by a
@@ -49,9 +51,9 @@ class SixteenBitWeights(BasePrecision):
         p.data.copy_(wide)
 
     def new_extra_state(self, p: nn.Parameter) -> ExtraState:
-        """Returns additional tensors to store with a weight on the device, by name. Called by the first
-        `extra_state(p)`. `widen` and `round` get the tensors from `extra_state(p)`, and change the tensors in place.
-        The memory meter and checkpoints include these tensors."""
+        """Returns name -> tensor: additional tensors that are stored on the device for a weight. The first call of
+        `extra_state(p)` calls this method. `widen` and `round` read the tensors by `extra_state(p)`, and change them in
+        place. The memory meter and checkpoints include these tensors."""
         return {}
 
     def extra_state(self, p: nn.Parameter) -> ExtraState:
@@ -68,7 +70,7 @@ class SixteenBitWeights(BasePrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         named = module.named_parameters()  # a tied parameter is listed once
-        if isinstance(ranks := getattr(module, "ranks", None), OneDevice):  # theirs: may be any LightningModule
+        if isinstance(ranks := getattr(module, "ranks", None), OneDevice):  # theirs: any LightningModule
             self._divided, named = ranks.divides, ((name, ranks.local(p)) for name, p in named)
         self._named = dict(named)
         return super().convert_module(module)

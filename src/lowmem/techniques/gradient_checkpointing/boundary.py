@@ -1,14 +1,17 @@
 """Stores a boundary (the input of a checkpointed block) until backward, on the device or in host memory.
 
-`OnDevice` keeps the tensor. `OnHost` copies it to pinned host memory, and back to the device for backward:
+`OnDevice` keeps the tensor. `OnHost` copies the tensor to pinned host memory, and back to the device for backward.
+`policies.offload_attention` stores the results of attention in the same way. The thread of the forward pass creates a
+boundary, the thread of the backward pass fetches it, and the autograd graph owns it in between.
+
 
                 compute stream                       copy stream
     forward     block n, while it computes           down: boundary n, to the host
     backward    block n, while it computes           up: boundary n - 1, to the device
 
-So the copies overlap with computation: fetching a boundary starts the copy of the boundary that backward needs next
-(`Chain`). On a CPU the copies are synchronous. The memory meter counts the copies as host memory, even in a run on a
-CPU.
+There is one copy stream down and one up. Fetching a boundary starts the copy of the boundary that backward needs next
+(`Chain`), so the copies overlap with computation. On a CPU the copies are synchronous. The memory meter counts the
+copies as host memory, even in a run on a CPU.
 """
 
 import weakref
@@ -26,7 +29,8 @@ class Boundary(Protocol):
     """A stored block input."""
 
     def fetch(self) -> Tensor:
-        """Returns the tensor on its original device, with its original `requires_grad`."""
+        """Returns the tensor on its original device, with its original `requires_grad`. Raises: RuntimeError: the
+        tensor was changed in place (only `OnDevice`)."""
 
 
 class OnDevice:
@@ -43,10 +47,10 @@ class OnDevice:
 
 
 class OnHost:
-    """Keeps a copy in pinned host memory, which frees the tensor on the device. Can be fetched once.
+    """Keeps a copy in pinned host memory, so that the tensor on the device can be freed. Can be fetched only once.
 
     Args:
-        tensor: the block input.
+        tensor: the block input, or a result of attention.
         chain: prefetches boundaries in the order of backward.
         block: index of the block.
     """
@@ -61,7 +65,7 @@ class OnHost:
         belongs(self.host, "activations", "host")
 
     def __del__(self) -> None:
-        if self.back is not None:  # never fetched: the device must not reuse the memory before the copy is complete
+        if self.back is not None:  # never fetched; the device must not reuse the memory before the copy is complete
             self.lane.hold(self.arrived)
 
     def fetch(self) -> Tensor:
@@ -87,8 +91,8 @@ class OnHost:
 
 class Chain:
     """Creates the boundaries of a model in host memory, and prefetches them in the order of backward: the last block
-    first. With weights.order=by_layer a block has one boundary per micro-batch; these are prefetched in the order in
-    which they were created."""
+    first. A block has several boundaries with weights.order=by_layer (one per micro-batch) and with
+    `offload_attention`. The boundaries of a block are prefetched in the order in which they were created."""
 
     def __init__(self) -> None:
         # Weak references: the autograd graph owns a boundary, and frees it if backward never runs.
@@ -101,8 +105,8 @@ class Chain:
         return boundary
 
     def start_next(self, block: int) -> None:
-        """Starts the copy of the boundary that backward needs next. Args: block: index of the block whose boundary was
-        just fetched."""
+        """Starts the copy of the boundary that backward needs next: another boundary of the same block, otherwise the
+        first boundary of the previous block. Args: block: index of the block whose boundary was just fetched."""
         references = (*self._made.get(block, ()), *self._made.get(block - 1, ()))
         following = (boundary for reference in references if (boundary := reference()) is not None)
         if (boundary := next(filter(lambda boundary: boundary.waits, following), None)) is not None:

@@ -1,8 +1,10 @@
 """Activation (gradient) checkpointing: saves the input of each segment of blocks, and recomputes other activations.
 
-Activation memory shrinks to one boundary (the block input, (batch, tokens, width)) per segment, plus the activations of
-a single segment during its backward pass. Costs one more forward pass, about a third of the step. Source: Chen et al.
-2016, arXiv 1604.06174. A segment is one block or several:
+conf/gradient_checkpointing names the functions of this module. Each function changes a model in place before training.
+Activation memory shrinks to one boundary (the input (batch, tokens, width) of the segment's first block) per segment,
+plus the activations of a single segment during its backward pass; `selective` saves more. Costs one more forward pass,
+which adds up to a third to the time of a step. Source: Chen et al. 2016, arXiv 1604.06174. A segment is one block or
+several:
 
     one block         `Alone`: torch's non-reentrant checkpoint around the block's forward pass
     several blocks    `Segment`: a Hugging Face model calls its blocks one by one, with separate arguments. So a
@@ -34,7 +36,8 @@ def none(model: nn.Module) -> None:
 
 
 def every_layer(model: nn.Module) -> None:
-    """Saves only the input of each block. Memory: n boundaries, and during backward the activations of one block."""
+    """Saves only the input of each block. Memory for n blocks: n boundaries, and during backward the activations of one
+    block."""
     segments(model, 1)
 
 
@@ -47,7 +50,7 @@ def segments(model: nn.Module, k: int | None = None) -> None:
             None: about sqrt(n) segments of about sqrt(n) blocks.
 
     Raises:
-        Refused: k is not a whole number of at least 1.
+        Refused: k is not a whole number of at least 1, or the model has no list of blocks.
     """
     if k is not None and (not isinstance(k, int) or k < 1):
         raise Refused(
@@ -68,8 +71,8 @@ def selective(model: nn.Module) -> None:
 
 
 def offload(model: nn.Module) -> None:
-    """Like `every_layer`, but stores the block inputs in host memory, and copies each back to the device while backward
-    computes the block after it."""
+    """Like `every_layer`, but stores the block inputs in host memory. Each input is copied back to the device while
+    backward computes the block after it."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         Alone(block, boundary=partial(chain.make, number))
@@ -123,8 +126,8 @@ class Alone(Recomputed):
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
         boundary, call = self.boundary(_hidden(args, kwargs)), BlockCall(self.block, args, kwargs)
-        # Removed from the list before the call: the arguments refer to the block's input, and until backward only the
-        # boundary may refer to it.
+        # The call is removed from the list before it runs, because its arguments refer to the block's input, and until
+        # backward only the boundary may refer to this input.
         first_call = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
@@ -143,7 +146,7 @@ class Segment(Recomputed):
         self._output: Tensor | None = None  # output of the previous block, to detect changes between blocks
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
-            # always_call: a checkpoint that stays open after an exception would affect the next job of a sweep.
+            # always_call, because a checkpoint that stays open after an exception would affect the next job of a sweep
             block.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -7,11 +7,11 @@ activations. Two dispatch modes are the contexts of torch's checkpoint:
     recomputation    HandBack    returns the results from the queue, in order, instead of running the operators
 
 A model may change a result in place (Gemma 3n adds to a product). If the recomputation returned the changed result, the
-change would be applied twice. So a result that was changed, in its block or later, is recomputed. To detect changes,
-`Keep` records the version counters of all tensors that share memory with a result. torch's
-`create_selective_checkpoint_contexts` compares only the version counter of the product. It misses changes to the output
-of a linear layer, which shares the product's memory but has a separate version counter. Results in host memory
-(`SentResult`) are copied immediately, so later changes do not matter.
+change would be applied twice. So a result that was changed before the recomputation, in its block or later, is
+recomputed. To detect changes, `Keep` records the version counters of all tensors that share memory with a result.
+torch's `create_selective_checkpoint_contexts` compares only the version counter of the product. It misses changes to
+the output of a linear layer: this output shares the product's memory, but has a separate version counter. Results in
+host memory (`SentResult`) are copied immediately, so later changes do not matter.
 """
 
 from collections import deque
@@ -47,8 +47,8 @@ _paused = ContextVar("paused", default=False)
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Context manager in which `Keep` saves no results and `HandBack` returns none. `slices.py` uses it, because it
-    recomputes its slices itself."""
+    """Context manager in which `Keep` saves no results and `HandBack` returns none. `slices.py` enters this context,
+    because backward recomputes the slices by other code."""
     token = _paused.set(True)
     try:
         yield
@@ -57,7 +57,7 @@ def paused() -> Iterator[None]:
 
 
 class KeptResult:
-    """A saved result of an operator, and all tensors that share its memory."""
+    """A saved result of an operator, with the version counters of all tensors that share its memory."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         self.func, self._out = func, tree_map_only(Tensor, _alias, out)
@@ -131,7 +131,7 @@ class Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # other dispatch modes silently disable torch.compile
+        return True  # otherwise this mode would silently disable torch.compile
 
 
 class Keep(Mode):
@@ -146,7 +146,7 @@ class Keep(Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in _written(func, args, kwargs or {}):  # operators like `_foreach_mul_` do not bump the version
+        for tensor in _written(func, args, kwargs or {}):  # operators like `_foreach_mul_` do not increase the version
             if (result := self._by_storage.get(storage_key(tensor))) is not None:
                 result.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -206,9 +206,9 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
-    """Returns the random number generator that an operator draws from: attention with dropout; None: the operator does
-    not draw. If the recomputation skips such an operator, it must advance the generator, because otherwise the next
-    dropout would not draw the numbers of the forward pass."""
+    """Returns the random number generator that an operator draws from, or None if the operator does not draw; only
+    attention with dropout draws. If the recomputation skips such an operator, it must advance the generator, because
+    otherwise the next dropout would not draw the numbers of the forward pass."""
     values = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not values.get("dropout_p"):
         return None

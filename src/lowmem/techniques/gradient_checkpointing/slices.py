@@ -11,27 +11,29 @@ Bekman et al. 2025, arXiv 2506.13996.
     backward    _InSlices            reads x from _EndRecomputation's saved tensors; for each slice: forward, backward
 
 In a checkpointed block most of the cost is avoided. torch stops a recomputation as soon as all saved tensors of the
-block are restored ("early stop"). Since x is the last tensor that the block saves, the recomputation ends before the
+block are restored ("early stop"). If x is the last tensor that the block saves, the recomputation ends before the
 module, and only `_InSlices` repeats the module's forward pass.
 
 Cost in time: without checkpointing, one more forward pass of these modules. With checkpointing, one of the three
-products of a Llama MLP is computed once more, which is 5 % of a step. If the block saves another tensor after the MLP,
-for a norm (Gemma 2) or for the next block of a segment, all three products are computed once more. A measurement on a
-CPU (3 blocks of width 512 with MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens): activations take 37
-MiB instead of 55 MiB, and a step takes 1.17 times as long. Slicing the norms accounts for 4 MiB of this, and for 0.1 of
-the time.
+products of a Llama MLP is computed once more, which is 5 % of a step. If another tensor is saved after the MLP, for a
+norm (Gemma 2) or for the next block of a segment, all three products are computed once more. A measurement on a CPU (3
+blocks of width 512 with MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens): activations take 37 MiB
+instead of 55 MiB, and a step takes 1.17 times as long. The slices of the norms contribute 4 MiB to the saving, and 0.1
+to the factor 1.17.
 
 Cost in memory: the gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight,
-during the module's backward pass. The rounding error of the gradients, relative to a single product over all tokens (a
-matrix of 1376 x 512, 2048 tokens): with sums in bf16 1.9 times with 4 slices, 3.2 times with 16 slices, and 4.3 times
-with 32 slices; with sums in fp32 1.4 times with any number of slices, because the product of each slice is rounded. So
-slices save memory if few weights are trained, or if the micro-batch has many tokens compared to the MLP's weights (in
-16 bits: if B x T is larger than the width H).
+during the module's backward pass. The reason is the rounding error of the gradients. In a measurement (a matrix of 1376
+x 512, 2048 tokens) fp32 sums had 1.4 times the error of a single product over all tokens, whatever the number of
+slices, because the product of each slice is rounded. With bf16 sums the error was 1.9 times the error of a single
+product with 4 slices, 3.2 times with 16 slices, and 4.3 times with 32 slices. So slices save memory if few weights are
+trained, or if the micro-batch has many tokens compared to the MLP's weights (with 16-bit weights: if B x T is larger
+than the width H).
 
-Sliced modules are children of a block that are called with a single tensor (B, T, H) and return a single tensor
-(B, T, ...). Torch's own layers and activations are not sliced, because they save little besides their input. Mixtures
-of experts are not sliced, because the gradients of all experts would take more memory than their activations. Before
-the first step `Tiles.verify` checks that each module gives equal results in slices.
+Sliced modules are children of a block that are called with a single tensor (B, T, H) and return a tensor (B, T, ...).
+torch's own layers and activation functions are not sliced, because they save little besides their input. Mixtures of
+experts are not sliced, because the fp32 gradients of all experts would take more memory than the activations of the
+experts. Before the first step the callback `Verified` (`loss/cross_entropy.py`) calls `Tiles.verify`, which checks that
+each module gives equal results in slices.
 """
 
 import logging
@@ -84,7 +86,8 @@ class Tiles:
         two sequences.
 
         Raises:
-            Refused: a module gives different results in slices, or no module can be computed in slices.
+            Refused: a module gives different results in slices, or uses trained weights of another module; or no module
+                can be computed in slices.
         """
         for module in self.sliced:
             module.comparing = True
@@ -106,7 +109,7 @@ class Tiles:
 
 def _has_interior(child: nn.Module) -> bool:
     """Returns True if a child of a block may be computed in slices. Excluded are modules without weights, single torch
-    layers, modules that contain a list of modules (experts), and modules with weights of three dimensions:
+    layers, modules that contain a list of modules (experts), and modules with weights of three or more dimensions:
     convolutions, which mix tokens, and fused experts."""
     weights = list(child.parameters())
     alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
@@ -159,7 +162,7 @@ class SlicedModule(nn.Module):
         return self.fits
 
     def _is_same(self, x: Tensor) -> bool:
-        """Returns True if slices give equal results, and the module does not use weights of other modules."""
+        """Returns True if slices give equal results, and the module does not use trained weights of other modules."""
         # the caller may be in inference mode, or have gradients disabled
         with torch.inference_mode(False), torch.enable_grad():
             entering = x.detach().clone().requires_grad_()
@@ -207,8 +210,8 @@ class SlicedModule(nn.Module):
 
     def stand_ins(self) -> dict[str, Tensor]:
         """Returns the trained weights as new leaf tensors that share the weights' memory. Autocast caches a 16-bit copy
-        of each leaf. If it cached a copy of the weight itself here, where gradients are disabled, other code that uses
-        the weight would get no gradient."""
+        of each leaf tensor. A copy of the weight itself, cached here where gradients are disabled, would give no
+        gradient to other code that uses the weight."""
         return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
 
     def _compute(self, piece: Tensor, weights: dict[str, Tensor]) -> object:

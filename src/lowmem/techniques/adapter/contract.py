@@ -1,4 +1,4 @@
-"""Defines the base class of adapters: the functions that `adapter=` applies to a model before training."""
+"""Defines the base class of adapters: the callables that `adapter=` applies to a model before training."""
 
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -9,7 +9,8 @@ class Adapter:
     before a model exists."""
 
     # True: only the adapter is trained, and the model's own weights are frozen. The adapter's weights are then stored
-    # in fp32, even if the precision stores the model's weights in 16 bits; with masters, only the masters are in fp32.
+    # in fp32, even if the precision stores the model's weights in 16 bits. With masters, the adapter's weights have 16
+    # bits too, and only their masters are in fp32.
     freezes_base = False
     in_4_bits = False  # True: the base weights are quantized
     breaks_graphs = False  # True: torch.compile cannot trace the layers of the adapter

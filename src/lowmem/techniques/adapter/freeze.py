@@ -1,4 +1,4 @@
-"""Freezes weights of the model by name (`freeze=`). All other weights are trained.
+"""Freezes weights of the model by name (`freeze=`), in addition to the weights that an adapter has frozen.
 
 A frozen weight has no gradient, optimizer state, master or weight decay, and checkpoints do not contain it. The price
 is quality, because fewer weights can adapt to the data.

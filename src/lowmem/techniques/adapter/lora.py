@@ -1,12 +1,12 @@
 """LoRA and DoRA: freezes the model, and trains two small matrices beside each adapted linear layer.
 
-Gradients, optimizer state and checkpoints shrink to about 1 % of the model. A layer that computes x W computes
-x W + (alpha / r) x A B instead, where A and B are matrices of rank r. B is initialized to zero, so training starts from
+Gradients, optimizer state and checkpoints shrink to about 1 % of their size. A layer that computes x W computes x W +
+(alpha / r) x A B instead, where A and B are matrices of rank r. B is initialized to zero, so training starts from
 the unchanged model. DoRA also trains the norm of the weights of each output feature.
 
-A frozen layer does not save its input for a weight gradient, but its adapter does: A needs the input, in the adapter's
-dtype. The adapter's weights are stored in fp32 even if the model has 16-bit weights, since 16 bits would lose small
-updates; with masters, the fp32 values are in host memory.
+A frozen layer does not save its input for a weight gradient, but its adapter does: the gradient of A needs the input,
+in the adapter's dtype. The adapter's weights are stored in fp32 even if the model has 16-bit weights, since 16 bits
+would lose small updates; with masters, the fp32 values are in host memory.
 
 The layers are PEFT's. Adapters are read and written in PEFT's format: a folder with `adapter_config.json` and
 `adapter_model.safetensors`, which this module calls an adapter folder. Sources: Hu et al. 2021, arXiv 2106.09685; Liu
@@ -47,7 +47,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # too (older versions left them in 16 bits).
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
 PREFIX = "base_model.model."  # every tensor name in an adapter folder begins with this prefix
-RANK, ALL = 16, "all-linear"  # default rank, default target
+RANK, ALL = 16, "all-linear"  # defaults of r and target
 WITH_EXPERTS = {"none": False, "lora": True}  # values of the argument `experts`
 # Supported keys of an adapter folder's config. They set which layers have matrices, and their ranks and scaling, or do
 # not affect a trained adapter.
@@ -82,7 +82,8 @@ class LoRA(Adapter):
             none, or as in the folder. Experts that are separate linear layers are adapted like other linear layers.
 
     Raises:
-        Refused: path is not an adapter folder, contains an unsupported kind of adapter, or contradicts an argument.
+        Refused: path is not an adapter folder, contains an unsupported kind of adapter, contradicts an argument, or
+            needs another adapter= (DoRA, or a quantized base); or experts=lora is combined with dropout or DoRA.
     """
 
     freezes_base = True
@@ -120,8 +121,9 @@ class LoRA(Adapter):
         """Adds the adapter in place.
 
         Raises:
-            Refused: the target or the adapter folder names no layer, or a layer that cannot be adapted; PEFT cannot
-                adapt the model.
+            Refused: the target or the adapter folder names no layer, or a layer or stack that cannot be adapted;
+                experts=lora, but the model has no fused experts; PEFT cannot adapt the model, or could not load its
+                DoRA adapter.
         """
         own_count, linear, stacks = parameters(model), _linear(model), self._stacks(model)
         if self.path is None:
@@ -222,8 +224,9 @@ class LoRA(Adapter):
         return config
 
     def _check_base(self, folder: Path) -> None:
-        """Checks that this run quantizes its base if the base of the adapter folder was quantized. PEFT's config does
-        not contain this, so the header of the weights' file is read. Raises: Refused."""
+        """Checks that this run quantizes its base if the base of the adapter folder was quantized. In the opposite
+        case, logs a warning. PEFT's config does not say whether the base was quantized, so the header of the weights'
+        file is read. Raises: Refused."""
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
                 f"adapter.path={self.path}: this adapter was trained on a base model quantized to 4 bits, and this "
@@ -237,7 +240,7 @@ class LoRA(Adapter):
 
     def _names_of_folder(self, model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
         """Returns the names of the layers that the adapter in the folder changes. Raises: Refused: a layer cannot be
-        adapted, or the layers are not the layers that match `target`."""
+        adapted, or these layers differ from the layers that match `target`."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         if self.config.target_modules == ALL:
@@ -284,15 +287,16 @@ def experts_in_4_bits(path: str) -> bool:
 
 def base_dtype(path: str | None) -> torch.dtype | None:
     """Returns the dtype that the base weights of an adapter had before they were quantized. A run that starts from the
-    adapter must quantize weights of this dtype to get the base that the adapter was trained on. None: path is None, or
-    the folder does not contain the dtype."""
+    adapter must quantize weights of this dtype to get the base that the adapter was trained on. Returns None if path is
+    None, or if the folder does not contain the dtype."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
     dtype = getattr(torch, name, None) if name else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _head(folder: Path) -> dict[str, str]:
-    """Returns the metadata in the header of an adapter folder's weights' file; empty if the file cannot be read."""
+    """Returns the metadata in the header of the weights' file of an adapter folder. Empty if the file has no metadata
+    or is damaged."""
     with suppress(SafetensorError), safe_open(folder / WEIGHTS, "pt") as file:
         return file.metadata() or {}
     return {}
@@ -328,9 +332,10 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
     """Returns the values of `target_modules` and `target_parameters` with which PEFT adapts the layers that the model's
     adapter changes.
 
-    In models with fused experts PEFT takes names such as gate_proj for the names that experts had in older versions of
-    transformers, and adapts the experts instead. So layers with such names are listed in `target_parameters`, as
-    parameters. PEFT adapts a parameter of two dimensions like a linear layer, with tensors of equal names and shapes.
+    In models with fused experts, PEFT mistakes names such as gate_proj for the names that experts had in older versions
+    of transformers, and adapts the experts instead. So the weights of layers with such names are listed in
+    `target_parameters`. PEFT adapts a parameter of two dimensions like a linear layer, with tensors of equal names and
+    shapes.
     """
     (config,) = model.peft_config.values()
     names = [*_adapted(model)]
@@ -345,8 +350,8 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
 
 
 def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of the adapter's tensors that PEFT would rename when it loads them, and then not find in the
-    model. Args: tensors: the adapter's tensors, by their names in a folder."""
+    """Returns the names of the adapter's tensors that PEFT would rename when it loads them, and then would not find in
+    the model. Args: tensors: the adapter's tensors, by their names in a folder."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError:
@@ -356,7 +361,7 @@ def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) ->
 
 
 def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Returns the names of layers that PEFT would take for old names of fused experts."""
+    """Returns the layers in `names` whose names PEFT would mistake for old names of fused experts."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:
@@ -381,6 +386,9 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
 
     The names are passed to PEFT as the keys of a state dict. PEFT would rewrite some names in `target_modules` before
     matching them, and adapt the wrong layers (see `targets_for_peft`).
+
+    Raises:
+        Refused: PEFT cannot adapt the model.
     """
     from peft import inject_adapter_in_model
 
@@ -456,7 +464,7 @@ def _names_in_folder(model: nn.Module) -> dict[str, str]:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns name -> layer for the linear layers that can be adapted: without the layers whose weights a Mamba kernel
+    """Returns name -> layer for the linear layers that can be adapted: all but the layers whose weights a Mamba kernel
     reads."""
     no_adapter = _read_by_kernels(model)
     return {name: layer for name, layer in linear_layers(model).items() if name not in no_adapter}
@@ -470,7 +478,7 @@ def _read_by_kernels(model: nn.Module) -> set[str]:
 
 
 def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:
-    """Returns the names of the layers that match `target`. A pattern may leave out the first components of a name.
+    """Returns the names of the layers that match `target`. A pattern may omit the first components of a name.
 
     Args:
         model: the model, for error messages.

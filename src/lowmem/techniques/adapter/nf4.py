@@ -4,8 +4,8 @@ Each block of 64 elements is divided by its largest magnitude, and each element 
 NF4, which are quantiles of a normal distribution. The scales, one per block, are stored in 8 bits, with one
 second-level scale per 256 scales (double quantization). For each product, in forward and in backward, the matrix is
 dequantized to the product's dtype and then freed, so autograd does not save a copy of the matrix. The price is the time
-to dequantize, and a rounding error of about 9 % of a weight. The quantized matrix cannot be trained; adapters add a
-trained term to its product. Source: Dettmers et al. 2023, arXiv 2305.14314.
+to dequantize, and a rounding error of about 9 % of a weight. The quantized matrix cannot be trained; an adapter adds a
+trained term to the layer's output. Source: Dettmers et al. 2023, arXiv 2305.14314.
 
 This module uses bitsandbytes' operators, but not its layer, for three reasons. On a CPU with AVX512-BF16, bitsandbytes'
 layer repacks its matrix in an evaluation, after which all gradients through the layer are silently wrong. The layer
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
-with torch.device("cpu"):  # created once: otherwise a trace would count the tensors of its computation for every matrix
+with torch.device("cpu"):  # once, since a trace would count the temporary tensors for each matrix
     SCALES = create_dynamic_map().tolist()  # the 256 values of a scale that is stored in 8 bits
 PIECE = 1 << 22  # elements to quantize at once: on a CPU this needs about 20 bytes of temporary memory per element
 
@@ -75,7 +75,7 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def weight(self) -> Tensor:
-        """Returns the matrix (out, in) in the dtype in which it was loaded, dequantized at each call."""
+        """Returns the matrix (out, in) in the dtype in which it was loaded. Each access dequantizes the matrix."""
         matrix = self.dequantized(self.dtype)
         matrix._is_hf_initialized = True  # otherwise transformers initializes GPT-2's matrices again after loading
         return matrix
@@ -186,9 +186,12 @@ def _dequantized(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def quantized(matrix: Tensor) -> dict[str, Tensor]:
-    """Quantizes a matrix of n elements. Returns: name -> tensor: codes (n / 2, 1), two per byte; scales (n / 64,) in 8
-    bits; scales_of_scales, the second-level scales; table, the 256 values of a scale; mean, which was subtracted from
-    the scales."""
+    """Quantizes a matrix of n elements; n counts the zeros that pad the matrix to a multiple of 64.
+
+    Returns:
+        name -> tensor: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, the
+        second-level scales; `table`, the 256 values of a scale; `mean`, which was subtracted from the scales.
+    """
     codes, scales = _in_codes(F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)))
     mean = scales.mean()
     return {"codes": codes, **_scales_in_codes(scales - mean), "mean": mean}

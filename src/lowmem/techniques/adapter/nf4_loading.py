@@ -1,8 +1,8 @@
-"""Quantizes published weights to NF4 while transformers loads them, so only one tensor at a time is in 16 or 32 bits.
+"""Quantizes published weights to NF4 while transformers loads them, so that few unquantized matrices exist at a time.
 
 If a model were quantized after loading, host memory would first contain the complete unquantized model. For a mixture
-of experts with 30B parameters this takes 57 GiB, and the quantized model takes 17 GiB. transformers calls a quantizer
-for each tensor once the tensor has been read and converted, and experts have been joined into stacks. This quantizer
+of experts with 30B parameters the unquantized model takes 57 GiB, and the quantized model 17 GiB. transformers calls a
+quantizer for each tensor, after reading and converting the tensor and joining experts into stacks. This quantizer
 creates the quantized layers of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
 """
 
@@ -36,9 +36,9 @@ class NF4WhileLoading(QuantizationConfigMixin):
 class NF4Quantizer(HfQuantizer):
     """Replaces layers and stacks of experts by quantized versions as soon as their weights are loaded.
 
-    Some layers are left to `nf4.quantize`, which runs after loading: layers that transformers loads in another dtype
-    than the model, and subclasses of nn.Linear, which may compute more than a product. The loaded model does not keep
-    any setting of the quantizer.
+    Some layers are left to `nf4.quantize`, which runs after loading: layers with tied weights, layers that transformers
+    loads in another dtype than the model, and subclasses of nn.Linear with their own forward pass, which may compute
+    more than a product. The loaded model does not keep any setting of the quantizer.
     """
 
     is_trainable = True

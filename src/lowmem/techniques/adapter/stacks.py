@@ -1,10 +1,11 @@
 """Fused experts with LoRA or in 4 bits: each stack of matrices is computed when the experts' forward pass reads it.
 
-transformers stores fused experts as stacks, parameters of shape (experts, rows, columns). Its forward pass reads each
-stack by its name. This module replaces the class of a module with experts by a subclass (`ComputedExperts`) in which
-these names are properties: reading a property dequantizes the stack, and adds the product of its LoRA matrices. A
-computed stack exists only while the experts compute. Autograd would keep the stack until backward, so the experts are
-checkpointed separately and recomputed in backward. This costs a second forward pass of the experts.
+transformers stores fused experts as stacks, parameters of shape (experts, rows, columns), and the forward pass of the
+experts reads each stack as an attribute. `read_when_used` replaces the class of a module with experts by a subclass
+(`ComputedExperts`) in which these attributes are properties: reading a property dequantizes the stack, and adds the
+product of its LoRA matrices. A computed stack exists only while the experts compute. Autograd would keep the stack
+until backward, so the experts are checkpointed separately and recomputed in backward. This costs a second forward pass
+of the experts.
 """
 
 from collections.abc import Iterable
@@ -24,8 +25,9 @@ LORA = "_lora"  # child with the trained LoRA matrices (`StackLoRA`), whose prod
 
 
 class ComputedExperts:
-    """Mixin for a module with fused experts: reading the attribute of a stack computes the stack. During a forward pass
-    each stack is computed once."""
+    """Mixin for a module with fused experts. During a forward pass, the first access to a stack's attribute computes
+    the stack, and later accesses return this tensor. Outside of a forward pass, the attribute returns the stack's plain
+    parameter, or computes a quantized stack at each access."""
 
     # during a forward pass: (dtype of products, name -> stack computed so far); otherwise None
     _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
@@ -68,7 +70,7 @@ class StackLoRA(nn.Module):
         stack: (experts, rows, columns).
         transposed: True: rows are the input features, as in gpt-oss. False: columns are the input features.
         r: rank.
-        scaling: factor of the product of both matrices.
+        scaling: factor of the product of the two matrices.
     """
 
     def __init__(self, stack: Tensor, transposed: bool, r: int, scaling: float) -> None:
@@ -81,7 +83,8 @@ class StackLoRA(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A, a=sqrt(5))
 
     def added_to(self, stack: Tensor) -> Tensor:
-        """Returns the sum of a stack and the product of both matrices, computed in the dtype of the stack."""
+        """Returns the sum of a stack and the scaled product of the LoRA matrices, computed in the dtype of the
+        stack."""
         a = self.lora_A.to(stack.dtype).unflatten(0, (self.experts, -1))  # (experts, r, inputs)
         b = self.lora_B.to(stack.dtype).unflatten(1, (-1, self.experts)).permute(2, 0, 1)  # (experts, outputs, r)
         return torch.baddbmm(stack, *((a.mT, b.mT) if self.transposed else (b, a)), alpha=self.scaling)
@@ -106,7 +109,7 @@ def stack_weights(experts: nn.Module, name: str) -> nn.Parameter | nn.Module:
 
 
 def computed_stacks(experts: nn.Module) -> list[str]:
-    """Returns the names of the stacks that are computed when they are read."""
+    """Returns the names of the stacks that are quantized or have LoRA, and so are computed when they are read."""
     parts = (part for part in experts._modules if part.endswith((NF4, LORA)))
     return list(dict.fromkeys(part.removesuffix(NF4).removesuffix(LORA) for part in parts))
 
@@ -137,8 +140,8 @@ def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Ten
 
 
 def dtype_of_products(x: Tensor) -> torch.dtype:
-    """Returns the dtype of matrix products with the input x: the dtype of autocast if enabled, otherwise the dtype of
-    x."""
+    """Returns the dtype of matrix products with the input x: autocast's dtype if autocast is enabled, otherwise the
+    dtype of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

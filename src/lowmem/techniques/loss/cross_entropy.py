@@ -1,7 +1,8 @@
-"""Defines the interface of losses, `loss=full` and `loss=chunked`, and checks before the first step.
+"""Defines the interface of losses (`Loss`), two losses (`loss=full` and `loss=chunked`), and checks before the first
+step.
 
 A loss takes the model and a micro-batch. `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 for tokens
-that are not learned (prompts, padding). A loss returns the *sum* over tokens in fp32, because the caller divides by the
+that are not learned (prompts, padding). A loss returns the *sum* over tokens in fp32, because `CausalLM` divides by the
 number of labels in the full window.
 
 `full` is cross entropy as most code computes it. It stores the logits (B, T, V) in the compute dtype and in fp32, and
@@ -50,7 +51,8 @@ class Loss:
         raise NotImplementedError
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns further metrics of the last micro-batch that was computed without gradients, by name.
+        """Returns name -> further metric of the last micro-batch that was computed without gradients. Called once for
+        each such micro-batch, since a loss may drop its intermediate results.
 
         A metric of shape () is a sum, which the caller divides by the total `weight` of the micro-batches. A metric of
         shape (2,) is (sum, count), and the caller divides by the total count.
@@ -132,9 +134,10 @@ class Chunked(Loss):
 
 
 class Verified(Callback):
-    """A callback that checks the model before the first step, in the run's precision:
+    """A callback that checks the model in the run's precision, before the first step or before the evaluation of a run
+    that does not train:
 
-    - a loss that computes logits itself computes the model's logits (`Loss.verify`)
+    - a loss that computes logits itself computes the model's logits (`Loss.verify`; only before training)
     - documents in packed rows do not attend to each other, and rows of different lengths do not depend on each other
     - modules that are computed in slices give equal results (`Tiles.verify`)
 
@@ -186,7 +189,7 @@ def _validation(trainer: Trainer) -> Iterator[ValidationLoader]:
 
 
 def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader) -> None:
-    """Checks that rows of different lengths do not depend on each other, if a loader pads rows. Raises: Refused."""
+    """If a loader pads rows, checks that rows of different lengths do not depend on each other. Raises: Refused."""
     rows = loader.sequences
     if rows.filler and not rows.positions:
         together = len(rows.example(loader.share.batch_size, 1).input_ids)
@@ -196,8 +199,8 @@ def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader
 def counted(labels: Tensor, count: int | None = None) -> Tensor:
     """Returns the indices of positions with a label. Args: labels: (N,); count: the number of labels; None: unknown.
 
-    If the count is unknown, the host has to wait for the card. This is the only place where a loss reads values of
-    tensors on the host. A trace with fake tensors assumes that all positions have a label."""
+    If the count is unknown, the host has to wait for the card. No other code of the losses here reads values of tensors
+    on the host. A trace with fake tensors assumes that all positions have a label."""
     if count == len(labels):
         return torch.arange(count, device=labels.device)
     learned = labels != IGNORED
@@ -229,8 +232,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # Positions without a label are not computed. The other positions are selected chunk by chunk, so that the
-        # memory does not depend on the number of labels, which the planner does not know.
+        # Logits of positions without a label are not computed. The other positions are selected chunk by chunk, so that
+        # the memory does not depend on the number of labels, which the planner does not know.
         for chunk in chunks:
             rows_hidden, rows_labels = hidden.index_select(0, chunk), labels[chunk]
             product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))

@@ -6,9 +6,9 @@ or soft caps (Gemma, xLSTM) after the head. This module does not rely on names o
 model's own forward pass, in which it replaces the head, or head and body:
 
     enter     once per micro-batch. The body runs, and a pre-hook captures the head's input (B, T, H). The head gets
-              only the first token, and returns zeros without a product.
-    finish    once per chunk, and only if the model changes the head's output. The model's forward pass runs again: the
-              body returns its previous output, and the head returns the chunk's product.
+              only the first token of each sequence, and returns zeros without a product.
+    finish    for each chunk or tile, and only if the model changes the head's output. The model's forward pass runs
+              again: the body returns its previous output, and the head returns the product of the chunk or tile.
 
 Replacements are per thread (`_Answers`), because with weights.order=by_layer several micro-batches are in progress at
 the same time, each in its own thread.
@@ -47,7 +47,8 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         inputs: `MicroBatch.inputs`, each (B, T).
 
     Raises:
-        Refused: the head is not an `nn.Linear` that is applied once to every token.
+        Refused: the head is not an `nn.Linear` that is applied once to every token, with a positional argument; or the
+            model changes the head's output, and has no base model separate from the head.
     """
     head, body, here = model.get_output_embeddings(), model.base_model, get_ident()
     if type(head) is not nn.Linear:  # a subclass may compute more than a product
@@ -108,7 +109,8 @@ def multiplied_in(hidden: Tensor) -> torch.dtype:
 def finished(
     product: Tensor, finish: Callable[[Tensor], Tensor] | None, copy: bool = False
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Returns the logits in fp32, and a function that maps their gradient to the gradient of the head's output.
+    """Returns the logits in fp32, and a function that maps the gradient of the logits to the gradient of the head's
+    output.
 
     Args:
         product: (N, V), the head's output.
@@ -176,7 +178,7 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
     rounding.
 
     The logits are computed in two chunks of unequal size. So the result is False if the code after the head depends on
-    a token's position or neighbors.
+    a token's position or on its neighbors.
 
     Args:
         model: the model.

@@ -1,7 +1,7 @@
 """Computes the log-ratios of mismatched prompt-answer pairs for KTO, before each window or validation set.
 
 KTO's loss of each answer depends on the mean log-ratio over the mismatched pairs of all micro-batches and devices. So
-the mismatched pairs go through the model in a separate forward pass without gradients, before the first micro-batch.
+the mismatched pairs go through the model in separate forward passes without gradients, before the first micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ class MismatchedPass(Callback):
     log-ratios over all devices to the loss.
 
     Args:
-        read: returns the loss's (sum of log-ratios, number of answers) for the micro-batch that was computed last.
-        hand_over: passes the total to the loss.
+        read: returns (sum of log-ratios, number of answers) of the micro-batch that was computed last, shape (2,).
+        hand_over: passes the sum of all results of `read`, (2,), to the loss.
     """
 
     def __init__(self, read: Callable[[], Tensor], hand_over: Callable[[Tensor], None]) -> None:
@@ -39,8 +39,8 @@ class MismatchedPass(Callback):
             self.compute(module, _groups_of(trainer, module, number))
 
     def compute(self, module: LightningModule, groups: Iterable[Sequence[RatedBatch]]) -> None:
-        """Computes all groups, and passes the total over all devices to the loss. Args: module: the model; groups:
-        groups of micro-batches that are on the device together."""
+        """Computes the mismatched rows of all groups, and passes the total over all devices to the loss. Args: module:
+        the model; groups: groups of micro-batches that are on the device at the same time."""
         sums = [numbers for group in groups for numbers in self._numbers(module, group)]
         self.hand_over(module.ranks.all_sum(torch.stack(sums).sum(0)))
 

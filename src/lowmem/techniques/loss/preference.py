@@ -48,7 +48,7 @@ class PreferenceLoss(Tiled):
     """Base class of preference losses.
 
     Args:
-        beta: factor of differences between log-probabilities.
+        beta: factor above 0 whose meaning depends on the loss; see the formula of each subclass.
         columns: tokens of the vocabulary per tile.
     """
 
@@ -112,8 +112,8 @@ class PreferenceLoss(Tiled):
 
 class DPO(PreferenceLoss):
     """-log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), with log-ratios to the reference model:
-    Rafailov et al. 2023, arXiv 2305.18290. Args: label_smoothing: assumed fraction of pairs with swapped labels
-    (Mitchell 2023)."""
+    Rafailov et al. 2023, arXiv 2305.18290. Args: label_smoothing: assumed fraction of pairs with swapped labels, below
+    0.5 (Mitchell 2023)."""
 
     compares = True
 
@@ -187,8 +187,8 @@ class KTO(PreferenceLoss):
     undesirable answers: Ethayarajh et al. 2024, arXiv 2402.01306.
 
     z is an estimate of the KL divergence to the reference model: the mean log-ratio of mismatched prompt-answer pairs,
-    but at least 0. The mean is over all pairs of a window, or of a validation set, on all devices. It needs one more
-    forward pass without gradients (`mismatched.py`).
+    but at least 0. The mean is over all pairs of a window, or of a validation set, on all devices. Computing z needs
+    one more forward pass without gradients (`mismatched.py`).
 
     Args:
         desirable_weight, undesirable_weight: weights of the losses of desirable and undesirable answers, to balance
@@ -224,7 +224,7 @@ class KTO(PreferenceLoss):
         return torch.stack([answers.log_ratio[:, 0].where(real, 0.0).sum(), real.sum().double()])
 
     def set_kl(self, mismatched: Tensor) -> None:
-        """Sets z. Args: mismatched: the sum of `log_ratios` over all mismatched rows, (2,)."""
+        """Sets z. Args: mismatched: (2,), sum of log-ratios and number of answers over all mismatched rows."""
         total, count = mismatched
         self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # the count is 0 if no answer fits into its row
 
@@ -238,8 +238,8 @@ class KTO(PreferenceLoss):
         return losses[:, 0]
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns the accuracy of the prediction "desirable if the log-ratio is above z", and z, both summed over the
-        answers; and (sum, count) of rewards and log-probabilities by rating."""
+        """Returns name -> metric: the accuracy of the prediction "desirable if the log-ratio is above z" and z, both
+        summed over the answers; rewards and log-probabilities of each rating, as (sum, count)."""
         answers, real = self.take()
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}

@@ -1,8 +1,8 @@
 """The interface of a strategy: how the model and the data are divided over processes, and the collectives for this.
 
-Code that trains, evaluates or saves uses the strategy through `CausalLM.ranks`. The methods are in the order in which a
-run calls them; the implementations in this module are for a single process. The strategies use torch's sharding and
-collectives:
+`process_group.py` creates the strategy. Code that builds, trains, evaluates or saves a model gets the strategy as
+`ranks`, for example as `CausalLM.ranks`. The methods are in the order in which a run calls them; the implementations in
+this module are for a single process. These are the classes of strategies, which use torch's sharding and collectives:
 
     OneDevice             this module: strategy=auto
       Several             `several.py`: base class of strategies with several processes, one process per device
@@ -77,8 +77,8 @@ class OneDevice:
         return nullcontext()
 
     def leave_after_rank_0(self, work: str = "work alone") -> AbstractContextManager:
-        """Context manager for work that all ranks do at the same time. The other ranks wait at its end until rank 0 has
-        finished, without a time limit. Args: work: name of the work, for messages."""
+        """Context manager for work that all ranks do at the same time. At the end of the context the other ranks wait
+        until rank 0 has finished, without a time limit. Args: work: name of the work, for messages."""
         return nullcontext()
 
     # --- before the first step ------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ class OneDevice:
         return InPlace()
 
     def before_training(self, module: LightningModule) -> None:
-        """Called once before the first step, after the weights and states of a checkpoint were restored and moved to
-        their devices."""
+        """Called once before the first step, after the weights and the optimizer state of a checkpoint have been
+        restored and moved to their devices. The random states are restored after this call."""
 
     def release(self) -> ref | None:
         """Drops references to the process group, and frees C++ objects that refer to the group, before the process
@@ -165,8 +165,8 @@ class OneDevice:
         return shard.cpu()
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Returns the tensor that a checkpoint stores for a shard: a DTensor that shares the shard's memory if `p` is a
-        DTensor, otherwise the full tensor in the model's original layout. A collective call. Args: see `gathered`."""
+        """Returns the tensor that a checkpoint stores for a shard: a DTensor that shares the shard's memory, or the
+        full tensor in the model's original layout. A collective call. Args: see `gathered`."""
         return shard
 
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
@@ -174,10 +174,10 @@ class OneDevice:
         whose placement is used; full: a tensor in the original layout of `p`."""
         return full
 
-    # --- collectives of numbers and small objects, over the host --------------------------------------------------
+    # --- collectives of numbers and small objects -----------------------------------------------------------------
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks that read different data."""
+        """Returns the sum of a tensor over the ranks that read different data."""
         return tensor
 
     def all_max(self, number: int) -> int:

@@ -59,7 +59,7 @@ class DataParallel(Several):
 
     def _make_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Creates zero gradients and reduces them once, so that they become views of DDP's buckets. Otherwise the first
-        micro-batches of a window, which are not reduced, would create gradients outside of the buckets."""
+        micro-batches of a window, whose gradients are not reduced, would create gradients outside of the buckets."""
         self.forward.reducer.prepare_for_backward([])
         # in reverse, which is about the order of a backward pass, because DDP assigns buckets in the order of gradients
         for p in reversed(parameters):

@@ -2,9 +2,9 @@
 while the block computes.
 
 Each of N devices stores 1/N of weights, gradients and optimizer state, and temporarily the full weights of two blocks:
-the block that computes and the next block. Costs two all-gathers of all weights and one reduce-scatter of all gradients
-per micro-batch. `fsdp_offload` keeps the shards in host memory, and the CPU runs the optimizer. Source: Zhao et al.
-2023, arXiv 2304.11277; torch's fully_shard.
+the block that computes, and the block that computes next. Costs two all-gathers of all weights and one reduce-scatter
+of all gradients per micro-batch. `fsdp_offload` keeps the shards in host memory, and the CPU runs the optimizer.
+Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
 """
 
 from collections.abc import Callable
@@ -63,10 +63,10 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
 class Resharding(Loss):
     """Wraps the loss of a module, so that after a forward pass without gradients the model's root is sharded again.
 
-    After a forward pass, fully_shard leaves the root's weights gathered for the backward pass. Without a backward pass
-    they would stay gathered, and other code would see full parameters. A hook reshards the root at the end of a forward
-    pass without gradients. A loss may read the head's weight itself after the forward pass, so within a loss the root
-    is resharded only when the loss returns.
+    After a forward pass, fully_shard leaves the weights of the root gathered for the backward pass. The root is the
+    model without its blocks. Without a backward pass its weights would stay gathered, and other code would see full
+    parameters. A hook reshards the root at the end of a forward pass without gradients. A loss may read the head's
+    weight itself after the forward pass, so within a loss the root is resharded only when the loss returns.
     """
 
     def __init__(self, module: LightningModule) -> None:

@@ -1,7 +1,7 @@
 """A Lightning strategy for a single device that leaves the model on the device when a run ends.
 
-When a run ends, Lightning's SingleDeviceStrategy copies all weights and optimizer state to the host (12 bytes per
-parameter with AdamW in fp32). An export needs host memory for only one weight file at a time.
+Lightning's SingleDeviceStrategy copies all weights and optimizer state to the host when a run ends (12 bytes per
+parameter with AdamW in fp32). But an export after the run needs host memory for only one weight file at a time.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ class InPlace(SingleDeviceStrategy):
         return torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
-        """Restores optimizer state in the memory where the optimizer keeps it: the state of masters, and paged state,
-        are on the host."""
+        """Restores optimizer state where the optimizer stores it: the state of masters and paged state are in host
+        memory."""
         self.lightning_module.load_optimizer(self.optimizers[0], checkpoint)
 
     def teardown(self) -> None:

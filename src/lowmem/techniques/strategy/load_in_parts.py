@@ -1,14 +1,17 @@
-"""Loads a model on rank 0 only, and broadcasts it tensor by tensor; each rank keeps only its shard.
+"""Sends a model that only rank 0 has loaded to all ranks, tensor by tensor; each rank keeps only its shard.
 
-    1. all ranks build the modules: rank 0 with weights, other ranks on the meta device (shapes without memory)
+    1. all ranks build the modules (`Divided.building`): rank 0 with weights, other ranks on the meta device, without
+       memory for the weights
+
     2. rank 0 detaches its weights (`detach_weights`); now the model is on the meta device on all ranks
     3. the strategy shards the meta model (`lay_out`), and each rank allocates its shards (`allocate_on`)
     4. rank 0 broadcasts one full tensor at a time and frees it; each rank copies its shard (`receive_weights`)
 
-So each rank needs memory for its shards and one full tensor. If the files have fewer bits than the run's dtype, rank 0
-does not convert the weights: they stay pages of memory-mapped files, which the system may drop. They are broadcast in
-the dtype of the files, and each rank converts its shard when it copies it. Otherwise, and if the weights are randomly
-initialized, rank 0 needs memory for the full model. Costs the time to broadcast the model once.
+So each rank needs memory for its shards and one full tensor. If the files have fewer bits than the run's dtype and the
+strategy has `widens`, rank 0 does not convert the weights: the weights stay pages of memory-mapped files, which the
+system may drop. They are broadcast in the dtype of the files, and each rank converts its shard while copying it. In all
+other cases, for example with randomly initialized weights, rank 0 needs memory for the full model. Costs the time to
+broadcast the model once.
 
 torch's `set_model_state_dict(broadcast_from_rank0=True)` sends tensor by tensor too, but rank 0 keeps the full model in
 memory, in addition to its shards, until the last tensor is sent. It also omits non-persistent buffers, and supports
@@ -130,6 +133,9 @@ def shard_and_send(
         lay_out: function that shards the meta model. Returns the modules whose own tensors only other ranks have; None:
             there are no such modules.
         device: device of the shards.
+
+    Raises:
+        Refused: this rank's parameters differ from the parameters of rank 0.
     """
     _check(model, ranks)
     numbers = {} if ranks.rank else detach_weights(model, ranks)

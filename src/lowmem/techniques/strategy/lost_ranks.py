@@ -1,8 +1,9 @@
 """Converts torch.distributed's errors about a lost or silent rank into a message that names the collective.
 
-gloo and NCCL only report a closed socket, or a timeout in milliseconds. The collective, and the code that called it,
-are found in the traceback. NCCL's watchdog thread aborts the process without a traceback, so its log output is parsed
-instead. The launcher parses this output too, so this module does not import torch at its top.
+gloo and NCCL only report a closed socket, or a timeout in milliseconds. `rank_lost`, which `process_group.py` calls in
+the rank, finds the collective and its caller in the traceback. But NCCL's watchdog thread aborts the process without a
+traceback. So the launcher parses the log output of the rank (`watchdog_message`). The launcher does not import torch,
+and therefore this module does not import torch either.
 """
 
 import re

@@ -10,9 +10,9 @@ The head is Colwise too: its logits are gathered, or stay sharded for a loss tha
 torch's `parallelize_module` applies the styles. Parameters are DTensors, and DTensor does the collectives. Matrix
 products use plain tensors, so code that observes operators (memory tracker, selective checkpointing) sees the operators
 that it sees in a run without sharding. torch's own styles, ColwiseParallel and RowwiseParallel, multiply DTensors. In a
-measurement they took twice the host time per block; they needed five all-reduces in the backward pass of a block
-instead of two, because query, key and value each reduce the gradient of their common input; and every rank had
-embedding gradients of full size. torch's styles support neither GPT-2's Conv1D nor its fused matrices.
+measurement torch's styles took twice the host time per block, and every rank had embedding gradients of full size. The
+backward pass of a block needed five all-reduces instead of two, because query, key and value each reduce the gradient
+of their common input. torch's styles support neither GPT-2's Conv1D nor its fused matrices.
 """
 
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ class Group:
         self._entered: dict[int, tuple[Tensor, Tensor]] = {}
 
     def entering(self, x: Tensor) -> Tensor:
-        """Returns x, and all-reduces its gradient in backward. Layers with a common input, such as query, key and
-        value, get the same tensor object, so that their gradients are summed locally and all-reduced once. Args: x: a
-        tensor that is equal on all ranks."""
+        """Returns x as a tensor whose gradient is all-reduced in backward. Layers with a common input, such as query,
+        key and value, get the same tensor object, so that their gradients are summed locally and all-reduced once.
+        Args: x: a tensor that is equal on all ranks."""
         if id(x) not in self._entered:
             entered = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             self._entered[id(x)] = x, entered
@@ -118,7 +118,7 @@ class Rowwise(ParallelStyle):
 
     Args:
         group: the ranks.
-        split: True: the input is (..., in), equal on all ranks, and each rank uses its part of it.
+        split: True: the input is (..., in), equal on all ranks, and each rank uses its own slice of the features.
     """
 
     def __init__(self, group: Group, split: bool = False) -> None:

@@ -4,13 +4,14 @@
     stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B, T, H) are sent to the next stage,
     stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
-Each device stores the weights, gradients and optimizer state of its blocks only. Only hidden states and their gradients
-are sent, which is the least communication of all strategies that divide a model. Costs idle time while the pipeline
-fills and drains: with S stages and n micro-batches (S - 1) / (n + S - 1) of a step. GPipe stores the activations of all
-n micro-batches. 1F1B starts backward as early as possible, and stores the activations of at most S micro-batches.
-Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
+Each device stores the weights, gradients and optimizer state of its own stage only. Only hidden states and their
+gradients are sent, which is the least communication of all strategies that divide a model. Costs idle time while the
+pipeline fills and drains: (S - 1) / (n + S - 1) of a step, for S stages and n micro-batches. GPipe stores the
+activations of all n micro-batches. 1F1B starts backward as early as possible, and stores the activations of at most S
+micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473;
+torch.distributed.pipelining.
 
-There is one process per stage:
+Each stage runs in its own process, with these objects:
 
     Stage            `stages.py`: makes the Hugging Face model compute one stage
     WindowOfStage    runs a window's micro-batches through the stage
@@ -148,8 +149,8 @@ class Pipeline(Divided):
     # --- each window ----------------------------------------------------------------------------------------------
 
     def run_window(self, window: Window) -> tuple[Tensor, None]:
-        """Runs forward and backward of all micro-batches. Returns: (sum of the losses, None, because a pipeline refuses
-        auxiliary losses)."""
+        """Runs forward and backward of all micro-batches. Returns: the sum of the losses, on every stage; and None in
+        place of auxiliary losses, because a pipeline refuses models with auxiliary losses."""
         work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))

@@ -1,4 +1,4 @@
-"""Joins the process group before the model is built, creates the strategy, and always leaves the group at the end.
+"""Joins the process group before the model is built, creates the strategy, and leaves the group at the end of the run.
 
 The launcher has set torchrun's environment variables (world size, master address). Without these variables there is a
 single process.
@@ -37,8 +37,9 @@ _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 @contextmanager
 def process_group(run: Run) -> Iterator[OneDevice]:
-    """Context manager that joins the process group and yields the strategy. Args: run: checked settings, with a known
-    device.
+    """Context manager that joins the process group, yields the strategy, and leaves the group, also after an error.
+    With NCCL and several ranks, the group instead stays open after an error until the process ends
+    (`_waits_for_others`). Args: run: checked settings, with a known device.
 
     Raises:
         Refused: another rank has different code or settings.

@@ -1,7 +1,7 @@
 """Makes other ranks wait for work of rank 0, without a time limit but with a check that rank 0 is alive.
 
-Neither a collective nor a wait in torch's store can be used: a collective has a timeout, and a wait in the store blocks
-signals. So ranks poll the store. A turn is one piece of work of rank 0, and has a key in the store:
+Neither a collective nor a wait in torch's store can be used: a collective has a timeout, and during a wait in the store
+Python handles no signals. So ranks poll the store. A turn is one piece of work of rank 0, and has a key in the store:
 
     rank 0         main thread: works, then sets the key of the turn to DONE or FAILED
                    heartbeat thread: increments the value of BEAT every second, as long as the process runs
@@ -25,7 +25,7 @@ LOOK = 0.1  # maximum seconds between two polls; the first pauses are shorter
 
 
 class Turns:
-    """One rank's side of the work that rank 0 does before other ranks continue.
+    """The turns of a run, as one rank sees them: rank 0 works, and the other ranks wait.
 
     Args:
         store: the store of the rendezvous.

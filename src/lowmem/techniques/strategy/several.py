@@ -157,7 +157,7 @@ class Divided(Several):
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
-        # local parameter -> number of processes that have the same elements
+        # local parameter -> number of processes that have the same shard
         self._holders: dict[nn.Parameter, int] = {}
         self._widened: dict[torch.dtype, torch.dtype] = {}
 
@@ -201,7 +201,7 @@ class Divided(Several):
                 local.data = p.detach().to_local()  # the shard may have moved, and `local` would keep the old memory
 
     def holders(self, p: nn.Parameter) -> int:
-        """Returns the number of processes that have the same elements of a parameter."""
+        """Returns the number of processes that have the same shard of a parameter as this process."""
         if not isinstance(p, DTensor):
             return self.size
         # `is_shard()` is not used: it is False for the placement of a tensor that is sharded twice along one dimension
@@ -230,7 +230,8 @@ class Divided(Several):
         return in_full(self.as_dtensor(p, shard)).cpu()
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Returns a DTensor that shares the shard's memory and has the placements of `p`."""
+        """Returns a DTensor that shares the shard's memory and has the placements of `p`. If `p` is not a DTensor,
+        returns the shard itself."""
         if not isinstance(p, DTensor):
             return shard
         placed = torch.empty_like(p.detach(), dtype=shard.dtype)  # `from_local` would copy a host tensor to the card
@@ -290,11 +291,12 @@ class AmongSeveral(InPlace):
         return self.ranks.broadcast(obj)
 
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
-        """Saves a checkpoint on all processes; each writes its own shards."""
+        """Saves a checkpoint. Called on all processes: each writes its own shards, or rank 0 writes the full model if
+        the model is not sharded."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
     def model_to_device(self) -> None:
-        """Moves the model to the device, but only its buffers if the model is sharded: shards are already on their
+        """Moves the model to the device. If the model is sharded, moves only its buffers: shards are already on their
         device, and torch refuses to move offloaded shards."""
         if not self.ranks.divides:
             super().model_to_device()

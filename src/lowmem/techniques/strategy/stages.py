@@ -14,8 +14,8 @@ memory). So on every stage the model's own code creates masks, rotary embeddings
 tokens and positions. On the last stage the loss is computed as in a model without stages.
 
 Modules before and after the blocks are found by a forward pass over two tokens, not by name. transformers' `pp_plan`
-lists these modules for only 85 of the 189 architectures of transformers 5.23 (not for GPT-2), and does not contain
-which values a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
+lists these modules for only 85 of the 189 architectures of transformers 5.23 (not for GPT-2), and does not describe the
+values that a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,7 +128,8 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
         """Divides the blocks from `first` on into `left` stages so that the largest stage is as small as possible.
 
         Returns:
-            The bytes of the largest stage, and the index of each stage's first block, followed by the number of blocks.
+            The bytes of the largest stage; and a list with the index of each stage's first block, followed by the
+                number of blocks.
         """
         if left == 1:
             return stage_bytes(first, count), [first, count]
@@ -159,8 +160,8 @@ class Division(NamedTuple):
         return [*before, *self.anatomy.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
-        """Returns the modules whose own tensors only other stages have. Modules outside the blocks with a tied weight
-        that this stage has too are not included."""
+        """Returns the modules whose own tensors only other stages have. A module outside the blocks is not included if
+        this stage also has its weight, because the weight is tied."""
         own = {submodule for module in self.own(stage) for submodule in module.modules()}
         others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
@@ -209,8 +210,8 @@ def _bytes(modules: list[nn.Module]) -> int:
 
 
 class Stage:
-    """Makes a model compute one stage, by replacing the forward passes of other stages' modules. The hidden states that
-    it receives are flat, (N, H), and padded to the longest micro-batch of a window.
+    """Makes a model compute one stage, by replacing the forward passes of other stages' modules. In training, the
+    hidden states from the previous stage are flat, (N, H), and padded to the largest micro-batch of a window.
 
     Args:
         model: the complete model, changed in place.

@@ -5,12 +5,12 @@
     embedding    sharded by the vocabulary                                                   -> all-reduce
     head         sharded by the vocabulary                                                   -> all-gather of logits
 
-Each of the first two lines is a pair of matrices. Between the matrices of a pair, each rank computes only its own heads
-or columns. In backward there is one all-reduce per pair, of the gradient of the pair's input. A loss that reads the
-head in tiles uses each rank's logits, without the all-gather.
+Each of the first two lines is a pair: layers that are sharded by columns, and a layer that is sharded by rows. Within a
+pair, each rank computes only its own heads or columns. In backward there is one all-reduce per pair, of the gradient of
+the pair's input. A loss that reads the head in tiles uses each rank's logits, without the all-gather.
 
 Each of N ranks stores 1/N of the sharded weights, of their gradients and optimizer state, and of the activations within
-a pair. Replicated on all ranks are norms, biases that are added after an all-reduce, and hidden states. Embedding and
+a pair. Norms, biases that are added after an all-reduce, and hidden states are replicated on all ranks. Embedding and
 head are replicated too if the vocabulary is not divisible by N (GPT-2 has 50257 tokens). All ranks have equal random
 states, and each draws the dropout masks of its own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; mesh, sharded
 parameters and collectives are torch's DTensor.
@@ -65,7 +65,7 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
     """Shards the matrices of a model in place: parameters become DTensors, and their layers compute with the shards.
 
     Args:
-        network: the complete model with its adapter, if any; equal on all ranks.
+        network: the complete model with its adapter, if any; in a run on the meta device, and equal on all ranks.
         group: the ranks.
 
     Returns:
@@ -133,7 +133,8 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
 
 
 def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
-    """Returns the number of indivisible units of a layer, and the name of these units: heads, rows or columns."""
+    """Returns the number of units of a layer, each of which must stay on a single rank, and the name of these units:
+    heads, rows or columns."""
     layer, attention = _base(network.get_submodule(name)), network.get_submodule(name.rpartition(".")[0])
     out, entering = reversed(layer.weight.shape) if type(layer) is Conv1D else layer.weight.shape
     if style in ROWS:
@@ -153,8 +154,8 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 
 def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
-    """Returns module name -> style for `parallelize_module`: all sharded layers, and of each adapter the matrix on the
-    sharded side of its layer."""
+    """Returns module name -> style for `parallelize_module`: all sharded layers, and one matrix of each of their
+    adapters (see `SMALL`)."""
     made = {
         "colwise": Colwise(group),
         QKV: Colwise(group, FUSED),
@@ -235,8 +236,8 @@ class TensorParallel(Divided):
         return divide(module.model, self.group)
 
     def _dim(self, p: nn.Parameter) -> int | None:
-        """Returns the dimension along which tensor parallelism shards a parameter; None: each rank of a group has it in
-        full."""
+        """Returns the dimension along which tensor parallelism shards a parameter, or None if it does not shard the
+        parameter."""
         ours = isinstance(p, DTensor) and p.device_mesh.mesh_dim_names[-1:] == self.group.mesh.mesh_dim_names
         return p.placements[-1].dim if ours else None
 

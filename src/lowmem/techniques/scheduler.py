@@ -1,8 +1,9 @@
 """Learning-rate schedules: each multiplies `lr` by a function of the number of completed optimizer steps.
 
-Skipped steps, such as steps with overflowed gradients, do not count. A yaml sets all arguments except the optimizer.
-`warmup` is a fraction of `total_steps`, and replaces `warmup_steps` if it is set. A resumed run takes the number of
-completed steps from the checkpoint, and `lr` and all other arguments from its own settings.
+Skipped steps, such as steps with overflowed gradients, do not count. A yaml in conf/scheduler sets all arguments of a
+schedule except the optimizer. `warmup` is a fraction of `total_steps`, and replaces `warmup_steps` if it is set. A
+resumed run takes the number of completed steps from the checkpoint, and `lr` and all other arguments from its own
+settings.
 """
 
 import math
@@ -28,7 +29,7 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     def at(self, step: int) -> float:
-        """Returns the learning rate of a step. Args: step: index of the step, from 0."""
+        """Returns the learning rate of a step, for the first parameter group. Args: step: index of the step, from 0."""
         return float(self.base_lrs[0]) * self.lr_lambdas[0](step)
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -81,7 +82,7 @@ def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
 
 
 def preview(schedule: Callable[[Optimizer], LRScheduler], lr: float) -> Schedule | None:
-    """Returns the schedule of a run before its optimizer exists; None: `schedule` does not return a `Schedule`. Args:
-    schedule: creates the schedule of an optimizer; lr: the learning rate."""
+    """Returns the schedule of a run before its optimizer exists, or None if `schedule` creates another class than
+    `Schedule`. Args: schedule: creates the schedule of an optimizer; lr: the learning rate."""
     made = schedule(SGD([nn.Parameter(torch.zeros(()))], lr))
     return made if isinstance(made, Schedule) else None

@@ -1,9 +1,9 @@
 """Compiles a model's blocks: torch.compile fuses the operators of a block, which saves memory traffic and time.
 
-Only the `forward` of each block is compiled. Hooks and checkpoints stay outside of the compiled code, so streaming,
-sharding and recomputation work as without compilation. Equal blocks share a graph, so compilation time does not grow
-with depth. The model is not compiled as a single graph, because a graph with checkpointed blocks would store the
-activations of several blocks at once (pytorch issue 193193).
+Only the `forward` of each block is compiled. Hooks and activation checkpointing stay outside of the compiled code, so
+streaming, sharding and recomputation work as without compilation. Equal blocks share a graph, so compilation time does
+not grow with depth. The model is not compiled as a single graph, because a graph with checkpointed blocks would store
+the activations of several blocks at once (pytorch issue 193193).
 
 With an activation memory budget, torch.compile also decides which activations each block saves for backward: it makes
 the fastest choice within the budget. This is activation checkpointing by the compiler, so the budget needs
@@ -41,12 +41,13 @@ def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: flo
     Args:
         model: the model.
         backend: inductor generates code; aot_eager only traces graphs, and needs no compiler;
-            aot_eager_decomp_partition does this too, and decides which activations to save.
+            aot_eager_decomp_partition also traces without a compiler, and decides which activations to save.
         activation_memory_budget: fraction of the activations' bytes that is saved for backward, from 0 (only a block's
             input) to 1. torch recomputes the activations that take the least time. None: torch's default, which is 1.
 
     Raises:
-        Refused: the budget is not between 0 and 1, or this version of torch does not support it.
+        Refused: the budget is not between 0 and 1, or this version of torch does not support budgets; the model has no
+            list of blocks. The first call of a block in training raises Refused if torch.compile fails.
     """
     _check(activation_memory_budget)
     torch.compiler.reset()  # graphs of earlier jobs of a sweep would count against the limit

@@ -6,7 +6,8 @@ from lowmem.offload.on_device import WeightsOnDevice
 
 
 class Resident(WeightsOnDevice):
-    """Keeps all weights on the device. Args: network, head_in_tiles: accepted like `Streamed`'s, and not used."""
+    """Keeps all weights on the device. Args: network, head_in_tiles: not used; accepted because `Streamed` needs
+    them."""
 
     def __init__(self, network: nn.Module | None = None, head_in_tiles: bool = False) -> None:
         super().__init__()

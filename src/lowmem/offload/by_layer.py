@@ -2,8 +2,8 @@
 computes the next block. `StreamedWeights` (`streamed.py`) uses this module.
 
 Streamed weights are then copied to the device twice per *window* instead of twice per micro-batch. The gradients of
-each block are summed on the device, and the sum is sent to the host once per window. So with clip=null the host updates
-the masters immediately, and needs no buffer for sums of gradients.
+each block are summed on the device, and the sum is sent to the host once per window. So with early updates the host
+updates the masters of the blocks immediately, and needs no buffer for sums of their gradients.
 
 Each micro-batch runs the model's unchanged forward pass and its own `backward()` in its own thread. Only one thread
 runs at a time. A thread waits at a barrier before each block: in the block's forward pre-hook, and in backward in the
@@ -14,9 +14,9 @@ hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, t
                          ^ barrier: the thread stops, saves its random state, and wakes the next thread
 
 In other words the threads are coroutines that run round robin, each from one barrier to the next. The model is neither
-traced nor split, so any code between its blocks runs unchanged. There is no barrier between the beginning of the last
-block and backward, so the logits of only one micro-batch exist at a time. All threads launch kernels on the caller's
-stream. `current`, `sums` and `_alive` need no lock, since the semaphores let only one thread run.
+traced nor split, so any code between its blocks runs unchanged. There is no barrier between the forward pass of the
+last block and its backward pass, so the logits of only one micro-batch exist at a time. All threads launch kernels on
+the caller's stream. `current`, `sums` and `_alive` need no lock, since the semaphores let only one thread run.
 
 The price in memory: the block inputs of all micro-batches (`gradient_checkpointing=offload` moves them to the host),
 the fp32 sum of one block's gradients on the device (4 bytes per parameter of the block), and for a streamed head that
@@ -118,8 +118,8 @@ class ByLayer:
 
     def barrier(self, barrier: Barrier) -> None:
         """Blocks the thread of the current micro-batch until all other micro-batches have reached the same barrier.
-        Saves and restores the random number generators. Raises: Refused: another micro-batch is at a different
-        barrier; MicroBatchCancelled: another micro-batch has failed."""
+        Saves and restores the states of the random number generators. Raises: Refused: another micro-batch is at a
+        different barrier; MicroBatchCancelled: another micro-batch has failed."""
         number = self.current
         self._arrive(barrier)
         self._hand_on(number)
@@ -127,7 +127,7 @@ class ByLayer:
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
         """Adds `p.grad` to the sum over earlier micro-batches, on the device. The sum is in fp32, like the sums that
-        the host computes otherwise. Returns: the sum if this is the last micro-batch, otherwise None."""
+        the host computes without by_layer. Returns: the sum if this is the last micro-batch, otherwise None."""
         gradient, p.grad = p.grad, None
         before = self.sums.pop(p, None)
         if before is not None:

@@ -78,14 +78,14 @@ class CardLane:
         return memory.device.type == "cpu"
 
     def keep(self, memory: Tensor, stream: torch.Stream) -> None:
-        """Tells the caching allocator not to reuse the memory, after it is freed, before the stream has finished the
-        work that is queued now."""
+        """Tells the caching allocator not to reuse the memory until the stream has finished all work that was queued
+        before the memory was freed."""
         memory.record_stream(stream)
 
     def staging(self, size: int) -> Tensor:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:  # CUDA reports the failure to pin host memory as out of device memory
+        except RuntimeError as error:  # CUDA reports a failure to pin host memory as out of device memory
             if out_of_memory(error):
                 raise MemoryError(f"{size:,} bytes of host memory cannot be pinned.") from error
             raise

@@ -14,8 +14,9 @@ and one swap file of each kind is pinned (kept in memory) while the host thread 
 
 A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file. A
 checkpoint reads swapped tensors from the drive through this view. Reads and writes run in the threads of the `Drive`
-(`system/scratch_file.py`). The host thread of `link.py` pins the swap files. The threads that run forward and backward
-passes also access the swap files, for example to copy a block's weights to the device, so a lock protects them.
+(`system/scratch_file.py`). During training the host thread of `link.py` pins the swap files. The threads that run
+forward and backward passes also access the swap files, for example to copy a block's weights to the device, so each
+`SwapFiles` has a lock.
 
 With 8-bit optimizer state and split masters (bf16) the drive stores 4.03 of the 6.03 bytes per parameter. Each
 optimizer step reads 4.03 bytes per parameter and writes 4.03 bytes. This takes no extra time if the drive is faster
@@ -63,8 +64,8 @@ class Sizes(NamedTuple):
 
 
 def goes_to_drive(tensor: object) -> bool:
-    """Returns True if an entry of a weight's state is a tensor of at least one page. Such tensors are swapped; numbers
-    and smaller tensors stay in memory."""
+    """Returns True if an entry of a weight's state is a tensor of at least one page. Such tensors are swapped; numbers,
+    smaller tensors and quantized tensors stay in memory."""
     # a quantized tensor wraps several tensors
     if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
         return False
@@ -83,7 +84,10 @@ class SwapFileEntry(NamedTuple):
 
         Args:
             start: offset of the first byte in the tensor.
-            into: (bytes,), page-aligned, a multiple of the page size: the last page is read in full.
+            into: (bytes,), page-aligned; its size is a multiple of the page size, since the last page is read in full.
+
+        Raises:
+            DriveFailed: the read failed.
         """
         with failures_told(self.file.drive):
             self.file.read(self.start + start, memoryview(into.numpy())).result()
@@ -117,7 +121,8 @@ class SwapFile:
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Adds a tensor, or replaces the tensor that has this key, for example after the optimizer has created a new
-        tensor. A tensor that fits its old location in the file is copied into `memory`; `store` writes all others."""
+        tensor. A tensor with the shape and dtype of the old tensor is copied into `memory`; `store` writes all other
+        tensors."""
         self._tensors[key], place = tensor, self._places.get(key)
         if place is None:
             return
@@ -133,7 +138,7 @@ class SwapFile:
         return self.size + sum(pages(t.nbytes) for key, t in self._tensors.items() if key not in self._places)
 
     def store(self, bounce: Tensor) -> None:
-        """Writes the tensors that are not in the file yet, one by one, and makes each tensor a view of the file. The
+        """Writes the tensors that are not in the file yet, one by one, and makes all tensors views of the file. The
         optimizer state that the first step creates therefore needs no second copy in memory.
 
         Args:
@@ -210,7 +215,7 @@ class SwapFile:
 
     @property
     def masters(self) -> int:
-        """Returns the bytes of master weights."""
+        """Returns the bytes of the masters, or of their lower halves."""
         return sum(tensor.nbytes for (_, name), tensor in self._tensors.items() if name in MASTERS)
 
     def mapped(self) -> Iterable[Tensor]:
@@ -251,8 +256,8 @@ class SwapFiles:
         return swap_file
 
     def pin(self, swap_file: SwapFile) -> None:
-        """Reads a swap file into memory, keeps it there until another file is pinned, and starts to read the next
-        files. Raises: DriveFailed: a read or write failed."""
+        """Reads a swap file into memory, keeps it there until it is unpinned, at the latest when another file is
+        pinned, and starts to read the next files. Raises: DriveFailed: a read or write failed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 return
@@ -291,8 +296,8 @@ class SwapFiles:
                     self._unpin()
 
     def entry(self, swap_file: SwapFile, weight: str, name: str) -> SwapFileEntry:
-        """Waits until the last update of a tensor is written, and returns the tensor's location on the drive. A pinned
-        swap file is unpinned. Raises: DriveFailed: a read or write failed."""
+        """Waits until the last update of a tensor is written, and returns the tensor's location on the drive. Unpins
+        the tensor's swap file if it is pinned. Raises: DriveFailed: a read or write failed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 self._unpin()
@@ -379,8 +384,8 @@ class SwapFiles:
         return True
 
     def _memory(self, swap_file: SwapFile, waits: bool) -> Tensor | None:
-        """Releases other files, the oldest first, until a buffer fits into the memory limit. Args: waits: see `_bring`.
-        Returns: the buffer, or None if it does not fit."""
+        """Releases other files, the oldest first, until a buffer for a file fits into the memory limit. If `waits` is
+        True, the buffer may exceed the limit. Args: waits: see `_bring`. Returns: the buffer; None: it does not fit."""
         size = swap_file.size
         # A large weight gets the only buffer: its first update creates optimizer state that `size` does not include.
         room = size if swap_file.single_weight else self._room({other: other.size for other in self._every})
@@ -402,9 +407,9 @@ class SwapFiles:
         return torch.frombuffer(buffer(size), dtype=torch.uint8)
 
     def _room(self, sizes: Mapping[SwapFile, int]) -> int:
-        """Returns the largest total size of the buffers in bytes. Either one large weight has the only buffer, or there
-        are buffers for neighbouring files: the file that is being written, the pinned file, and the files that are read
-        ahead. Args: sizes: size of each file."""
+        """Returns the memory limit in bytes: the largest total size of all buffers. Either one large weight has the
+        only buffer, or there are buffers for neighboring files: the file that is being written, the pinned file, and
+        the files that are read ahead. Args: sizes: size of each file."""
         row = [size for swap_file, size in sizes.items() if not swap_file.single_weight]
         neighbours = (sum(row[first : first + self.ahead + 2]) for first in range(len(row)))
         return max(chain(neighbours, (size for swap_file, size in sizes.items() if swap_file.single_weight)), default=0)

@@ -1,5 +1,5 @@
-"""Keeps the large weights outside the blocks in host memory: the embedding, and with loss=tiled the head (V, H).
-`StreamedWeights` (`streamed.py`) starts and stops an `Edge` for each of these weights.
+"""Keeps the large weights outside the blocks in host memory: the embedding, and the head (V, H) if the loss reads the
+head in tiles. `StreamedWeights` (`streamed.py`) starts and stops an `Edge` for each of these weights.
 
     embedding    host: look up the rows of the micro-batch's tokens -> device: (B x T, H) rows
                  host: add to the gradient (V, H)                   <- device: gradient of these rows
@@ -39,7 +39,8 @@ COLUMNS = 4096  # tokens of the vocabulary per tile, if code such as sampling ne
 
 
 class GradientSink(NamedTuple):
-    """Receives the gradients of embedding and head, for which autograd has no parameter on the device."""
+    """Receives the gradients of embedding and head. Autograd cannot store these gradients in `grad`, since the weights
+    are not on the device."""
 
     link: Link  # copies gradients to the host
     sum_of: Callable[[nn.Parameter], HostWeight]  # returns the object that sums the gradients of a weight
@@ -80,7 +81,7 @@ class Edge(HeadSource):
         """
         self.host_block, self.lane, self.sink, self.under_way = host_block, lane, sink, under_way
         if self.embedding is not None:
-            # Copy these settings: the host thread reads them at a time when a lookup may have changed the module's.
+            # Copy these settings: when the host thread reads them, a lookup may have changed the module's settings.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
             self._padding = -1 if padding is None else padding
             self.staging, self._sent = lane.staging(0), lane.mark()
@@ -98,7 +99,8 @@ class Edge(HeadSource):
     # --- the embedding --------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """The embedding's forward pass. Args: ids: (B, T) token ids, on the device. Returns: (B, T, H)."""
+        """The embedding's forward pass. Args: ids: (B, T) token ids, on the device. Returns: (B, T, H). Raises:
+        Refused: the model looks up embeddings twice in one forward pass."""
         at = ids.flatten().cpu()  # blocks until the device has finished all work that was queued earlier
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
@@ -253,7 +255,9 @@ def _put(target: Tensor, start: int, piece: Tensor) -> None:
 
 
 def edges(network: nn.Module, head_in_tiles: bool) -> list[Edge]:
-    """Returns an `Edge` for each weight that no module except the embedding and the head uses.
+    """Returns an `Edge` for the weight of the embedding, and an `Edge` for the weight of the head; if both share one
+    weight, a single `Edge`. Leaves out a weight that other modules also use, and layers that an `Edge` does not
+    support, such as an embedding with `max_norm`.
 
     Args:
         network: the model.

@@ -1,8 +1,9 @@
-"""Stores the streamed 16-bit weights of one block in a flat buffer in host memory, in the order of the parameters.
+"""Stores the streamed weights of one block in a flat buffer in host memory, in the order of the parameters.
+`StreamedWeights` (`streamed.py`) creates the buffers, also for an embedding or a head (`Edge`).
 
-A flat buffer needs only one copy to the device, and one call to pin its memory. Two threads use the buffer: the thread
-that runs forward or backward starts copies from the buffer, and the host thread of `link.py` updates the weights in
-place. Each waits for the other:
+A flat buffer needs only one copy to the device, and one call to pin its memory. The thread that runs forward or
+backward starts copies from the buffer, and the host thread of `link.py` updates the weights in place. Each of these two
+threads waits for the other:
 
     before a copy       wait until the host thread has done all queued updates    `wait_for_updates`
     before an update    wait until the last copy is complete                      `last_copy`
@@ -50,7 +51,7 @@ class HostBlock:
             end = start + self.spans[p].size
         self.updates: list[Future[None]] = []  # updates that are queued for the host thread
         self.last_copy: Mark | None = None  # reached when the last copy from this buffer is complete
-        # number of updates, including queued updates; a copy on the device from a lower number is out of date
+        # number of updates, including queued updates; a copy that was made at a lower number is out of date
         self.steps = 0
         with host_side(), torch.no_grad():
             self.flat = torch.empty(end, dtype=torch.uint8)  # swapped to the drive if weights.drive_holds=all

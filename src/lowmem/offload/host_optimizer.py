@@ -6,8 +6,10 @@
     host      sum over micro-batches -> clip -> update the fp32 master -> round to 16 bits
 
 Each gradient is sent to the host as soon as backward has computed it. The host sums gradients over micro-batches in
-fp32; with a single micro-batch per window the gradients stay in 16 bits. After each update the master is rounded to 16
-bits: the result is copied to the weight on the device, or stored in host memory if the weight is streamed.
+fp32; with a single micro-batch per window the gradients stay in 16 bits. With weights.order=by_layer the device sums
+the gradients of a block's weights, and sends an fp32 sum once per window (`by_layer.py`). After each update the master
+is rounded to 16 bits: the result is copied to the weight on the device, or stored in host memory if the weight is
+streamed.
 
 With early updates (`step_early`) the host updates a master while backward still runs, as soon as the last gradient of
 its weight in this window is on the host. Then gradients cannot be clipped by their global norm, and an update cannot be
@@ -38,7 +40,7 @@ class HostOptimizer(WindowOptimizer):
 
         autograd's thread, or by layer the thread of the micro-batch    `collect`, `collect_and_step`, `step_early`
         the link's host thread                                          `_step`, `step_one`
-        the training thread                                             all other methods
+        the training thread                                             all other public methods
 
     Args:
         inner: the torch optimizer whose parameters are `HostWeight.wide`; it updates one parameter per call.
@@ -61,7 +63,7 @@ class HostOptimizer(WindowOptimizer):
     # --- inside backward ------------------------------------------------------------------------------------------
 
     def collect(self, p: nn.Parameter) -> None:
-        """Sends a gradient that backward has just computed to the host, and frees the gradient on the device. With
+        """Sends `p.grad`, which backward has just computed, to the host, and frees the gradient on the device. With
         weights.order=by_layer the gradients of a block's weight are summed on the device first, and only the sum over
         all micro-batches is sent."""
         self._fetch(p, self.masters[p].add)
@@ -97,7 +99,8 @@ class HostOptimizer(WindowOptimizer):
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         """Waits until all gradients are on the host, and computes their norms. With early updates the norm is None, and
-        the loss counts as finite, because `MasterWeights` has already checked the loss."""
+        the loss counts as finite, because `MasterWeights` has already checked the loss. Discards all gradients if one
+        of them is not finite."""
         self.link.finish()
         collected, self._reading = self._collected(), Reading(1 / scale)
         with host_side():
@@ -132,8 +135,9 @@ class HostOptimizer(WindowOptimizer):
         self._reading = self._reading._replace(clip=factor.item())
 
     def step(self) -> None:
-        """Queues the updates of all masters without an early update for the host thread, and returns immediately (on a
-        CPU after the updates). Each module waits for its own weights before its next forward pass (`MasterWeights`)."""
+        """Queues the updates of all weights that were not updated early. On a card the host thread runs these updates,
+        and this method returns immediately; on a CPU this method runs them. Each module waits for its own weights
+        before its next forward pass (`MasterWeights`)."""
         for master in self._collected():
             self._submit(master, self._reading)
 
@@ -171,6 +175,10 @@ class HostOptimizer(WindowOptimizer):
             early: this is an early update, inside backward.
             narrow: host tensor that receives the new 16-bit weight. If None, the weight is streamed, and its host
                 memory receives the new weight.
+
+        Raises:
+            NotFinite: the gradient of an early update is not finite.
+            DriveFailed: a drive that stores the master or the optimizer state failed.
         """
         gradient = master.gradient()
         if early and not finite(gradient):
@@ -203,7 +211,7 @@ class HostOptimizer(WindowOptimizer):
         return (buffer for buffer in sums if buffer is not None)
 
     def stored_beside(self) -> Iterator[tuple[nn.Parameter, str, dict[str, object]]]:
-        """Yields (parameter, name, host tensors: master or remainder, and optimizer state)."""
+        """Yields (parameter, its name, host values by name: the master or its lower half, and the optimizer state)."""
         return map(self._stored_beside, self.masters.values())
 
     def _stored_beside(self, master: HostWeight) -> tuple[nn.Parameter, str, dict[str, object]]:

@@ -5,10 +5,12 @@
     SplitHostWeight         lower 16 bits of fp32 (int16), 2 bytes      bf16 in a `HostBlock`: the upper 16 bits of fp32
     StochasticHostWeight    no master                                   bf16; updates are rounded up or down at random
 
-The inner optimizer's parameter is `wide` (fp32). In `SplitHostWeight` and `StochasticHostWeight`, `wide` has data only
-during an update; between updates `wide` is a placeholder with the shape of the weight. On a card the link's host thread
-calls `add`, `use`, `use_rows`, `gradient`, `step` and `used`. The training thread may read `tensors` and `sum` at the
-same time; it calls all other methods only while the host thread is idle.
+The inner optimizer's parameter is `wide` (fp32). In `SplitHostWeight` and `StochasticHostWeight`, `wide` is a
+placeholder with the shape of the weight between updates, and with some optimizers also during an update.
+
+On a card the link's host thread adds gradients and updates weights: it calls `add`, `use`, `use_rows`, `gradient`,
+`narrow`, `step`, `master_tensors` and `used`. The training thread may read `tensors` and `sum` at the same time.
+Otherwise the training thread uses these objects only while the host thread is idle.
 """
 
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ class HostWeight:
     Args:
         name: the parameter's name.
         weight: the parameter, whose data the constructor rounds to `dtype`.
-        dtype: dtype of the weight on the device.
+        dtype: dtype of the weight that forward and backward read: bf16 or fp16; fp32 if the weight is not rounded.
     """
 
     rest: Tensor | None = None  # int16, lower half of the fp32 weight; None: `checkpoint_tensor` has the full value
@@ -40,7 +42,7 @@ class HostWeight:
         self.name, self.weight = name, weight
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the parameter of the inner optimizer
         self.host_block: HostBlock | None = None  # stores the 16-bit weight, if it is streamed
-        # flat; sum of the window's gradients, still multiplied by the loss scale. Kept as a buffer between windows.
+        # flat; sum of the window's gradients, still multiplied by the loss scale. May stay allocated between windows.
         self.sum: Tensor | None = None
         self.complete = False  # True: `sum` contains at least one full gradient of this window
         self.single_gradient = False  # True: `sum` contains a single gradient of this window
@@ -227,7 +229,7 @@ class StochasticHostWeight(HostWeight):
     Args:
         name, weight, dtype: see `HostWeight`.
         seed: the run's seed.
-        steps: number of earlier updates of this weight, all of which were rounded.
+        steps: number of earlier updates of this weight with random rounding; 0, or restored from a checkpoint.
     """
 
     def __init__(self, name: str, weight: nn.Parameter, dtype: torch.dtype, seed: int = 0, steps: int = 0) -> None:

@@ -1,23 +1,24 @@
 """Copies gradients from the device to the host, runs the updates of the weights on the host in a thread, and copies the
-new weights back. `HostOptimizer`, `MasterWeights` and `Edge` use the link.
+new weights back. `HostOptimizer`, `MasterWeights`, `StreamedWeights` and `Edge` use the link.
 
     thread           work                                                                          copy stream
     autograd's       `fetch`: copies a gradient, in pieces, into free pinned staging slots         device to host
     "host-step"      receives each piece once it is on the host, and frees the slot (`Receive`);
-                     updates weights (`update`, `update_block`);
+                     runs the updates that `update` and `update_block` have queued;
                      copies new weights through other staging slots (`Staging`)                    host to device
     "gradients"      only if `ahead` is set: launches the copies of `fetch` in its place           device to host
     training         `wait`: makes the device wait for one weight before a module reads it
 
 The other modules of this folder call "host-step" the host thread. With weights.order=by_layer the thread of the
-micro-batch runs backward and calls `fetch`, instead of autograd's thread.
+micro-batch runs forward and backward, and calls `wait` and `fetch`. At the end of the window the training thread calls
+`fetch` for the sums of gradients that no micro-batch has sent.
 
 The staging slots have a fixed total size. If the device is faster than the host, `fetch` blocks until a slot is free,
 so gradients cannot fill the host's memory. If gradients come in bursts (`by_layer.py`), the "gradients" thread waits
 for the slots instead, and `fetch` returns once at most `ahead` bytes of gradients are queued on the device. The host
 thread runs all jobs in the order of the calls. If the "gradients" thread exists, all jobs pass through its queue first.
-Streamed weights are not copied back after an update: they are updated in place in their `HostBlock`, and copied from
-there before their block computes.
+Streamed weights are not copied back after an update: they are updated in place in their `HostBlock`, and copied to the
+device before their next use.
 
 On a CPU, device and host share their memory. `Link` does the same work immediately and in place, without copies or
 threads.
@@ -86,7 +87,7 @@ class Link:
 
     def wait(self, weight: Tensor) -> None:
         """Blocks until the host has computed the last update of the weight, then makes the device wait for the copy of
-        the new weight."""
+        the new weight. Raises the error of an update that failed."""
 
     def finish(self) -> None:
         """Blocks until the host has done all queued work. Raises the first error that this work raised."""
@@ -115,8 +116,8 @@ class FileBytes(Protocol):
     nbytes: int
 
     def read(self, start: int, into: Tensor) -> None:
-        """Reads bytes into a buffer. Args: start: offset of the first byte; into: (bytes,), page-aligned, a multiple of
-        the page size."""
+        """Reads bytes into a buffer. Args: start: offset of the first byte; into: (bytes,), page-aligned; its size is a
+        multiple of the page size."""
 
 
 class Staging:
@@ -165,7 +166,8 @@ class Staging:
 
 
 def _from_a_page(lane: Lane, size: int) -> Tensor:
-    """Returns page-aligned staging memory. Pinned memory is always page-aligned, staging memory of a CPU is not."""
+    """Returns page-aligned staging memory. Pinned memory is always page-aligned; the staging memory of a CPU may not
+    be."""
     memory = lane.staging(size)
     if memory.data_ptr() % PAGE == 0:
         return memory
@@ -303,8 +305,8 @@ class StagedLink(Link):
         self._ask(job)
 
     def _landing(self, weight: Tensor) -> Tensor:
-        """Returns host scratch memory with the weight's shape and dtype. All weights share this memory, because the
-        host thread updates one weight at a time."""
+        """Returns host scratch memory with the weight's shape and dtype. All weights can share this memory, because
+        the host thread updates one weight at a time."""
         if self._scratch.numel() < weight.nbytes:
             self._scratch = torch.empty(weight.nbytes, dtype=torch.uint8)
         return self._scratch[: weight.nbytes].view(weight.dtype).view(weight.shape)
@@ -329,7 +331,7 @@ class StagedLink(Link):
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # the next call of the link raises the error, and later jobs do nothing
+            except BaseException as error:  # the next `fetch` or `finish` raises the error; later jobs compute nothing
                 self._failed = self._failed or error
 
     def close(self) -> None:

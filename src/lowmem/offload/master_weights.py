@@ -8,7 +8,7 @@ state, and the gradients of an optimizer step. In the order of a run, the callba
     creates the masters from the loaded weights, before the weights are rounded and moved    `make`
     creates the optimizer of the masters                                                     `optimizer`
     sends each gradient to the host as soon as backward has computed it                      `on_fit_start`
-    makes each block wait for its own updated weights                                        `on_fit_start`
+    makes each module wait for its own updated weights before its forward pass               `on_fit_start`
     saves the masters under the names of the weights                                         `on_save_checkpoint`
 
 Masters are stored per parameter, so tied weights stay tied. A frozen weight has no master, and is rounded once. Source
@@ -67,8 +67,9 @@ class MasterWeights(Callback):
     # --- masters and their optimizer ------------------------------------------------------------------------------
 
     def make(self, module: nn.Module) -> None:
-        """Creates the masters and moves the 16-bit weights to the device or to host memory. The precision calls this
-        after the weights have been loaded or restored from a checkpoint."""
+        """Creates the masters, rounds the weights to 16 bits, and moves streamed weights into their `HostBlock`. The
+        precision calls this after the weights have been loaded or restored from a checkpoint, and before Lightning
+        moves the model to the device."""
         for name, p in module.named_parameters():  # a tied parameter is listed once
             if not p.requires_grad:
                 p.data = p.data.to(self.precision.dtype)
@@ -173,7 +174,7 @@ class MasterWeights(Callback):
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """Waits for all queued work and ends the host thread. The link is None if the `setup` of an earlier callback
+        """Waits for all queued work and ends the link's threads. The link is None if the `setup` of an earlier callback
         failed."""
         if self.link is not None:
             self.link.close()
@@ -199,8 +200,8 @@ class MasterWeights(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         """Saves the masters under the names of the weights, so that a run with any other precision can resume from the
-        checkpoint. The two halves of split masters are saved separately, the lower halves under the key "rests"
-        (`CausalLM.load_state_dict` joins them), so saving needs no full copy."""
+        checkpoint. The two halves of split masters are saved separately, so saving needs no full copy: the lower halves
+        are under the key "rests", which `CausalLM.load_state_dict` reads."""
         self.arrived()
         # a tied weight is listed once
         tensors = {id(p): self.masters[p].checkpoint_tensor for _, p in trainable(module)}

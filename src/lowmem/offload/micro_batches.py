@@ -6,10 +6,11 @@ weights.order=by_layer they alternate: all micro-batches compute a block before 
 must draw equal random numbers, so each state begins as follows:
 
     micro-batch 0           the generators' current state
-    micro-batch n > 0       a seed: a SHA-256 digest of n and of the states at the beginning of the window
+    micro-batch n > 0       seeded from a SHA-256 digest of n and of the states at the beginning of the window
     the next window         the state at the end of micro-batch 0 (`CausalLM.run_window` restores this state)
 
-In a window of one micro-batch no state is saved or restored.
+In a window of one micro-batch no state is saved or restored. `CausalLM.run_window` creates the states, and
+`WeightsOnDevice.run_micro_batches` or `ByLayer` restores and saves them whenever another micro-batch continues.
 """
 
 from collections.abc import Sequence

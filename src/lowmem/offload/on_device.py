@@ -2,13 +2,14 @@
 micro-batches run through the blocks.
 
 `WeightsOnDevice` itself is the default: all weights stay on the device. `StreamedWeights` (`streamed.py`) overrides its
-methods. The training loop and the optimizer call the methods in this order:
+methods. `MasterWeights`, `HostOptimizer` and `CausalLM` call the methods, mainly:
 
+    bring_in, put                   before and after each weight's update on the host (swapping with a drive); also when
+                                    the master or the optimizer state has been created or restored
     move_in                         once, after the model has its final dtypes
     start, stop                     before the first forward pass, after the last pass
     run_micro_batches               for each window: runs its micro-batches
     take_gradient                   for each gradient, right after backward has computed it
-    bring_in, put                   before and after each weight's update on the host (swapping with a drive)
     finish                          before code reads the host tensors: waits for the drive
     *_tensors, staging_buffers      for code that measures memory
 """
@@ -38,15 +39,16 @@ class WeightsOnDevice:
         self.last = False  # True: the micro-batch that computes now is the last micro-batch of its window
 
     def move_in(self, device: torch.device) -> None:
-        """Moves the weights to the device, or to host memory if they are streamed. Called after every weight has its
-        final dtype. Args: device: the device that computes."""
+        """Moves streamed weights into their `HostBlock`. Called after every weight has its final dtype. The caller, or
+        Lightning, then moves all other weights to the device. Args: device: the device that computes."""
 
     def start(self, sink: object = None) -> None:
         """Called before the first forward pass. Args: sink: receives the gradients of the embedding and the head
         (`edges.GradientSink`); None in an evaluation."""
 
     def stop(self) -> None:
-        """Called after the last pass: turns every parameter back into a plain tensor."""
+        """Called after the last pass: makes the data of every parameter its full current value again, in host memory if
+        the parameter was streamed."""
 
     def run_micro_batches(self, runs: Sequence[Callable[[], None]], generators: Generators) -> None:
         """Computes the micro-batches of a window, by default one after the other.
@@ -94,8 +96,8 @@ class WeightsOnDevice:
         before the host updates the weight."""
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
-        """Called when the host tensors of a weight have been created, restored or updated. From the next `bring_in` of
-        another weight on, these tensors may be swapped to the drive.
+        """Called when the host tensors of a weight have been created, restored or updated. Afterwards these tensors may
+        be swapped to the drive, until the next `bring_in` of the weight.
 
         Args:
             p: the weight.
@@ -105,7 +107,7 @@ class WeightsOnDevice:
 
     def finish(self) -> None:
         """Waits until the drive, if one is used, has stored all tensors of earlier `put` calls. Raises: DriveFailed: a
-        write failed."""
+        read or write failed."""
 
     @contextmanager
     def being_read(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """Pins the host memory of streamed weights with cudaHostRegister, and copies weights from it to the device.
 `StreamedWeights` (`streamed.py`) uses this module.
 
-Memory that is registered in place needs no second copy, and its size is not rounded up to a power of two, as in torch's
-allocator of pinned memory. Registered pages count as locked memory, so `ulimit -l` (often low in containers) must allow
-them. On a machine with several NUMA nodes, copies are fastest from memory of the card's node: start the run under
+Memory that is registered in place needs no second copy. Torch's allocator of pinned memory would also round each size
+up to a power of two. Registered pages count as locked memory, so `ulimit -l` (often low in containers) must allow them.
+On a machine with several NUMA nodes, copies are fastest from memory of the card's node: start the run under
 `numactl --cpunodebind=N --membind=N`.
 
 Memory that cannot be registered, and weights on a drive, need one more thread:
@@ -12,8 +12,8 @@ Memory that cannot be registered, and weights on a drive, need one more thread:
     not registered    host memory or drive -> two pinned staging buffers --> device    started by the "staging" thread
 
 The "staging" thread copies piece by piece, so `copy` returns immediately. `hold` blocks the calling thread until the
-"staging" thread has started the last piece. If the "staging" thread exists, it also starts the copies from registered
-memory, so that all copies keep their order.
+"staging" thread has launched the copy of the last piece. If the "staging" thread exists, it also starts the copies from
+registered memory, so that all copies keep their order.
 """
 
 import logging
@@ -44,7 +44,8 @@ class Registered:
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES, reads: bool = False) -> None:
         self.lane, start = lane, time.perf_counter()
-        self._last = lane.mark()  # the last copy's mark: since copies keep their order, all copies are then complete
+        # mark of the last copy; reached when all copies are complete, since copies keep their order
+        self._last = lane.mark()
         results = [(tensor, lane.register(tensor)) for tensor in memory if lane.registers]
         self._memory = [tensor for tensor, why in results if why is None]
         refused = [(tensor, why) for tensor, why in results if why is not None]

@@ -1,14 +1,16 @@
 """Streams weights: each block's 16-bit weights are stored in host memory, and copied to the device just before the
-block computes.
+block computes. `CausalLM` and `MasterWeights` use the class `StreamedWeights` through the interface in `on_device.py`.
 
     compute stream    | block 0      | block 1      | block 2      |      forward; backward runs from last to first
     copy stream       | copy 1       | copy 2       | copy 3       |      prefetch of the next block
-    slot 0            | block 0      | -> block 2   | block 2      |      with 2 slots: from one slot a block computes,
-    slot 1            | -> block 1   | block 1      | -> block 3   |      into the other the next block is copied
+    slot 0            | block 0      | -> block 2   | block 2      |      with 2 slots: one block computes in its slot,
+    slot 1            | -> block 1   | block 1      | -> block 3   |      the next block is copied into the other slot
 
-Hooks do all this work, in the thread that runs the forward or backward pass:
+Hooks do all this work, in the thread that runs the forward or backward pass. "Wait" means that the compute stream
+waits; the thread only launches the work:
 
     forward pre-hook of block n          free the slots of earlier blocks, wait for block n's copy, prefetch n + 1
+    forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
     hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1
 
 Backward computes the gradient of a block's output after all later blocks have finished backward, and before anything in
@@ -18,10 +20,10 @@ A `HostBlock` (`host_block.py`) stores the weights of a block; a `Slot` is devic
 `_bind` makes a block's parameters views of the slot. At all other times each parameter is a single NaN expanded to its
 shape, so code that reads a weight too early or too late gets NaN instead of a plausible number.
 
-Saves 2 bytes of device memory per parameter of the blocks. Copies 4 bytes per parameter and micro-batch to the device:
-2 in forward and 2 in backward (with weights.order=by_layer 4 bytes per window instead). The copies take no extra time
-if each block computes for longer than the next block's copy takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren
-et al. 2021, arXiv 2101.06840.
+Saves 2 bytes of device memory per parameter of the blocks. Copies up to 4 bytes per parameter and micro-batch to the
+device: 2 in forward and 2 in backward (with weights.order=by_layer 4 bytes per window instead). The copies take no
+extra time if each block computes for longer than the next block's copy takes. Source: Pudipeddi et al. 2020, arXiv
+2002.05645; Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -70,14 +72,16 @@ class Slot:
 
 
 class StreamedWeights(WeightsOnDevice):
-    """Streams the weights of a model's blocks, its embedding, and with loss=tiled its head.
+    """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles.
 
     During training the link's host thread calls `bring_in` and `put`. Hooks on blocks and gradients run in the threads
-    of forward and backward passes. The training thread calls all other methods.
+    of forward and backward passes, and call `take_gradient`. By layer these threads also call `enter`. The training
+    thread calls all other methods.
 
     Args:
         layout: the weights that are streamed.
-        slots: number of blocks whose weights are on the device at the same time.
+        slots: number of blocks whose weights are on the device at the same time. Backward allocates more slots if
+            more blocks are recomputed together.
         by_layer: all micro-batches of a window compute a block before any computes the next block.
         drive: stores masters and optimizer state. If None, they are in host memory.
         drive_weights: the drive also stores the blocks' 16-bit weights.

@@ -3,7 +3,7 @@
     every phase          resident memory of the process (RSS) and its peak; bytes of the ledger (weights, gradients,
                          optimizer state) at the end of the phase; on CUDA the caching allocator's statistics
     sampled steps        live tensor bytes by category (`StorageTracker`): the first 3 steps of a run or a resume, every
-                         `every`-th step, and the first batch of an evaluation
+                         `every`-th step, the first batch of an evaluation, and the work after its last batch
     end of each step     bytes on a drive, and bytes that the step has read and written there
 
 The peak counters of the process and of CUDA are global; only this meter may reset them.
@@ -55,7 +55,7 @@ class MemoryMeter(Callback):
     """
 
     tracker = StorageTracker
-    first, every = 3, 20  # tracked are the first `first` steps of a run or a resume, and every `every`-th step
+    first, every = 3, 20  # the first `first` steps of a run or a resume, and every `every`-th step, are tracked
 
     def __init__(
         self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0, size: int | None = None
@@ -332,8 +332,8 @@ class MemoryMeter(Callback):
         return max((sizes.get("reserved_peak_bytes", 0) for sizes in self._highest.values()), default=0)
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns category -> bytes for weights, gradients and optimizer state: the maximum on the device over all
-        sampled points, plus the current bytes on the host."""
+        """Returns category -> bytes for weights, gradients and optimizer state: the maximum on the device over the
+        highest points of all sampled phases, plus the current bytes on the host."""
         host, phases = self.ledger.bytes("host"), self._highest.values()
         return {
             name: max((sizes.get(f"{name}_bytes", 0) for sizes in phases), default=0) + host[name]

@@ -1,7 +1,8 @@
-"""Implements memory.snapshot=true: records every allocation of CUDA's caching allocator with its Python stack.
+"""Implements memory.snapshot=true: records the last allocations and releases of CUDA's caching allocator with their
+Python stacks, and writes them to a file if the run succeeds or runs out of device memory.
 
-With memory.snapshot=false the allocator's last events are recorded without stacks, which costs little. So a run that
-runs out of device memory still writes a snapshot of its last allocations.
+With memory.snapshot=false the events are recorded without stacks, which costs little. So a run that runs out of device
+memory still writes a snapshot of its last allocations.
 """
 
 import logging

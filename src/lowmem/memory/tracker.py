@@ -1,4 +1,5 @@
-"""Tracks when storages are created and freed, as a list of events, and reconstructs live bytes by category.
+"""Tracks when storages are created and freed, as a list of events, and reconstructs live bytes by category. The memory
+meter tracks some steps of a run, and the planner tracks a traced run on fake tensors.
 
 A `TorchDispatchMode` sees the outputs of each operator, and a weak reference reports when a storage is freed. The
 category of a storage is often known only later (a gradient is an ordinary tensor until backward stores it in `p.grad`),
@@ -9,8 +10,7 @@ so events are recorded with serial numbers, and categories are assigned at the e
     owner known        serial -> category and side         `belongs`, `settle`
     result             live bytes after every event        `timeline`
 
-Temporary memory inside an operator is not seen. Tracking costs 5-15 % of a step's time, so the memory meter tracks only
-some steps.
+Temporary memory inside an operator is not seen. Tracking costs 5-15 % of a step's time.
 """
 
 import math
@@ -248,7 +248,8 @@ class StorageTracker(TorchDispatchMode):
             yield Point(phase, dict(now), host)
 
     def device_events(self) -> list[tuple[int, int]]:
-        """Returns (serial, bytes) of all allocations (> 0) and frees (< 0) on the device side, in order."""
+        """Returns (serial, bytes) of all allocations (> 0) and frees (< 0) on the device side, in order. The list
+        begins with the storages that existed before tracking."""
         later = ((serial, size) for _, serial, size in self.events)
         return [(serial, size) for serial, size in (*self._before, *later) if self._side(serial) == "device"]
 
@@ -277,7 +278,7 @@ class ToldTracker(StorageTracker):
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:
-    """Returns the point with the most device bytes of each phase."""
+    """Returns phase -> the point of this phase with the most device bytes."""
     best: dict[str, Point] = {}
     for point in points:
         if point.phase not in best or point.total > best[point.phase].total:

@@ -54,7 +54,7 @@ def fit(
     Args:
         cfg: the settings, composed by Hydra.
         output_dir: the folder for all results.
-        choices: config group -> chosen yaml, for messages.
+        choices: config group -> chosen yaml, for messages and results.
         overrides: the overrides that the user typed, for the summary.
 
     Returns:
@@ -62,6 +62,8 @@ def fit(
 
     Raises:
         Refused: the run cannot work, or is out of memory. The message says why and what to type.
+        NotPublished: the run is complete, but its model could not be converted to GGUF or uploaded.
+        OSError: the disk is full.
     """
     choices, run = choices or {}, settled(cfg)
     check(run, choices)
@@ -143,8 +145,8 @@ def _evaluate(command: Command, task: Task, ranks: OneDevice, texts: build.Texts
 
 
 def _export(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Writes model/ of a run. In the folder of the run itself, no other file changes. Another folder also gets
-    summary.json."""
+    """Writes model/ of a run. In the folder of the run itself, no other file changes, except that a mark of failure may
+    be removed. Another folder also gets summary.json."""
     command, evaluated = _unplanned(command), summary_of(task.saved)
     in_place = command.folder.resolve() == task.saved.run.resolve()
     with (
@@ -179,11 +181,12 @@ def _training(
     texts: build.Texts | None = None,
     prediction: Prediction | None = None,
 ) -> Iterator[Training]:
-    """Context manager that trains or evaluates, and keeps the model and the data until the results are written.
+    """Context manager that trains or evaluates, or only loads a model to export, and keeps the model and the data until
+    the results are written.
 
     Raises:
         OutOfMemory: the run is out of memory, here or inside the `with` block. The message says what to try.
-        OSError: the disk is full. The error has a file name, at least that of the run folder.
+        OSError: the disk is full. The error names a file, or at least the run folder.
     """
     run = command.run
     try:

@@ -1,5 +1,5 @@
-"""Builds the data loaders and the model of a run. The data come first, so that errors in the data are found before the
-weights are loaded.
+"""Builds the data loaders and the model of a run, for `fit` and `training_session`. The data come first, so that errors
+in the data are found before the weights are loaded.
 
 Several techniques replace the `forward` of a module or register hooks. This list has all of them, in the order of a
 run. A later replacement wraps the earlier replacements:
@@ -14,7 +14,7 @@ run. A later replacement wraps the earlier replacements:
         strategy/parallel_styles.py             forward of layers whose matrices are sharded
         strategy/stages.py                      forward of modules of other stages; hooks on the first block
         strategy/pipeline.py                    forward of the model: the schedule of micro-batches and stages
-        strategy/fsdp.py                        a hook on the model, around torch's own
+        strategy/fsdp.py                        a hook on the model: reshards it after passes without gradients
     before the first step (`on_fit_start`, then `on_train_start` of the callbacks, then of the model)
         offload/edges.py                        forward of the embedding and the head, whose weights are in host memory
         offload/streamed.py                     hooks on blocks and their outputs' gradients: copy and free weights
@@ -25,6 +25,7 @@ run. A later replacement wraps the earlier replacements:
     during one forward pass
         loss/head.py                            forward of head and body: the loss computes the logits; hooks on both
         model/packed_attention.py               hooks during a check of the model
+        strategy/stages.py                      hooks that record the order in which a model calls its modules
 """
 
 import json
@@ -112,8 +113,8 @@ def share_of(run: Run, ranks: OneDevice) -> Share:
 
 
 def open_texts(run: Run) -> Texts:
-    """Reads the model's config and tokenizer, and tokenizes all files. A model without a tokenizer gets a BPE tokenizer
-    that is trained on the files."""
+    """Reads the model's config and tokenizer, and opens the tokenized data; data that are not in the cache are
+    tokenized. A model without a tokenizer gets a BPE tokenizer that is trained on the data."""
     described = loading.describe(run)
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()
@@ -204,7 +205,7 @@ def _source(data: Node, **more: object) -> Openable:
 
 def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
     """Returns the token ids of the prompts for samples, (1, T) each. The prompts are sample_prompts (each as a user's
-    message if the data are chats), or the beginning of the validation split."""
+    message if the data are chats), or the beginning of the first validation set."""
     if not run.sample_tokens:
         return []
     if run.sample_prompts is None:

@@ -24,7 +24,8 @@ from lowmem.training.training import Training
 
 
 def leave(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the folder. All ranks call this function; if the model is not sharded, only rank 0 writes.
+    """Writes the folder. All ranks call this function, and rank 0 writes. If the model is sharded, the other ranks send
+    their shards to rank 0.
 
     Raises:
         Refused: the folder cannot be written, or a weight does not fit into `export_dtype`. The message says what to
@@ -70,7 +71,7 @@ def _export_again(command: Command) -> str:
 
 
 def _write(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the folder. Every rank that has a shard of the model takes part, and raises the errors below.
+    """Writes the folder. If the model is sharded, all ranks take part, and all raise the errors below.
 
     Raises:
         OSError: the folder cannot be written.

@@ -2,9 +2,9 @@
 
 A window is the group of micro-batches of one optimizer step (gradient accumulation). One Lightning batch is one window,
 so all checkpoints are saved between windows. `training_step` uses Lightning's manual optimization, because automatic
-optimization counts steps that the loss scaler skipped, weights a short last window wrongly, and saves checkpoints
-inside a window. The module calls techniques through interfaces, never by name. docs/one-step.md shows in which thread
-and stream each part of a step runs.
+optimization counts steps that the loss scaler skipped, gives a short last window the wrong weight, and saves
+checkpoints inside a window. The module calls techniques through interfaces, never by name. docs/one-step.md shows in
+which thread and stream each part of a step runs.
 """
 
 import logging
@@ -60,7 +60,7 @@ class Placement:
     weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # stores the weights, on the device or host
     tiles: Tiles | None = None  # modules that are computed in slices of tokens; None: no slices
     ranks: OneDevice = ONE_DEVICE  # the strategy
-    at_once: int = 1  # number of an evaluation's forward passes in a group that runs by layer
+    at_once: int = 1  # number of forward passes of an evaluation that run together by layer
 
 
 @dataclass
@@ -94,7 +94,8 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = self.own_loss = as_loss(loss)  # a strategy may wrap `loss`
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
-        self.masters: MasterWeights | None = None  # if the host runs the optimizer: this callback, which sets itself
+        # callback of an optimizer on the host, set by the callback's `setup`; None: the optimizer is on the device
+        self.masters: MasterWeights | None = None
         self.optimizer: WindowOptimizer | None = None  # created in `configure_optimizers`
         self.at_once = placement.at_once
         # Checkpoints do not contain frozen weights. Instead `Saved.check` compares a digest of the frozen weights.
@@ -107,7 +108,8 @@ class CausalLM(LightningModule):
         self.skipped_steps = 0
         # global norm of the last window's gradients before clipping; None: not finite, or not computed (early updates)
         self.gradient_norm: Tensor | None = None
-        self.identity: dict[str, str] = {}  # digests of the tokenizer and other parts, stored in every checkpoint
+        # stored in every checkpoint: digests of tokenizer and frozen weights, chat template, id of the W&B run, ...
+        self.identity: dict[str, str] = {}
         # the "lowmem" entry of the loaded checkpoint, from which `on_train_start` restores the random states
         self._drawn: dict | None = None
         # name -> lower half of a weight that `load_state_dict` loads next, see `step/fp32_halves.py`
@@ -127,14 +129,15 @@ class CausalLM(LightningModule):
     # --- training ------------------------------------------------------------------------------------------------
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Returns the loss of a micro-batch, summed over its tokens or pairs."""
+        """Returns the loss of a micro-batch, summed over its tokens, pairs or rated answers."""
         if self.auxiliary_loss is not None:
             self.auxiliary_loss.count(micro_batch.real)
         return self.loss(self.model, micro_batch)
 
     def training_step(self, window: Window, _: int) -> dict:
-        """Does one optimizer step, or skips the step if the loss or a gradient is not finite. Returns: loss and counts
-        of the window, for callbacks."""
+        """Does one optimizer step. Skips the step if no token of the window counts in the loss, or if the loss or a
+        gradient is not finite. Returns: loss and counts of the window, for callbacks. Raises: NotFinite: see
+        `_usable`."""
         if not window.weight:  # no token counts in the loss, so a step would only apply weight decay and old momentum
             return self._report(window, torch.zeros((), device=self.device), None, stepped=False)
         optimizer, precision, ranks = self.optimizer, self.trainer.precision_plugin, self.ranks
@@ -162,8 +165,8 @@ class CausalLM(LightningModule):
         """Computes forward and backward of all micro-batches.
 
         Returns:
-            The sum of the losses over micro-batches and ranks, and the sum of the auxiliary losses. The second is None
-            if the model has no auxiliary loss.
+            The sum of the losses over micro-batches and ranks, and the sum of the auxiliary losses, each multiplied by
+            the weight of its micro-batch. The second sum is None if the model has no auxiliary loss.
         """
         sums = LossSums(torch.zeros((), device=self.device))
         runs = [partial(self._run_micro_batch, each, window.weight, sums) for each in window.micro_batches]
@@ -187,7 +190,7 @@ class CausalLM(LightningModule):
 
     def _usable(self, gradients: Gradients, loss: Tensor, window: Window) -> bool:
         """Returns True if loss and gradients are finite, so that the optimizer can step. Raises: NotFinite: a value is
-        not finite, and the settings do not allow to skip this step."""
+        not finite, and the step must not be skipped (on_nonfinite), or too many steps in a row were skipped."""
         loss_is_finite = gradients.loss_is_finite
         if self.ranks.data_size < self.ranks.size:  # several ranks compute the same micro-batch's loss
             loss_is_finite = not self.ranks.any(not loss_is_finite)
@@ -391,8 +394,8 @@ class CausalLM(LightningModule):
         return loaded
 
     def on_train_start(self) -> None:
-        """Restores the random states of a checkpoint. Directly before the first window, so that no other code draws
-        random numbers in between."""
+        """Sets the model to training mode, and restores the random states of a checkpoint. Runs directly before the
+        first window, so that no other code draws random numbers in between."""
         self.model.train()
         self.ranks.before_training(self)
         if self._drawn is not None:

@@ -1,9 +1,9 @@
 """Reports a loss or gradient that is not finite, and ends a run that has skipped too many such steps in a row.
 
-`CausalLM.training_step` calls this module only after the check in `WindowOptimizer.finish` has failed. On a device that
-check reads a single number per window: the sum of the loss and the gradient norm. So the host waits for the device once
-per window, as with any loss scaler. The norm is also used for clipping; with clip=null it is computed only for this
-check. This module then looks up the parameter and the sequences of the failed step.
+`CausalLM.training_step` calls this module only after the check in `WindowOptimizer.finish` has failed. If the optimizer
+runs on the device, this check reads a single number per window: the sum of the loss and the gradient norm. So the host
+waits for the device once per window, as with any loss scaler. The norm is also used for clipping; with clip=null it is
+computed only for this check. This module then looks up the parameter and the sequences of the failed step.
 """
 
 import logging
@@ -16,7 +16,7 @@ from lowmem.system.errors import NotFinite
 
 log = logging.getLogger(__name__)
 
-IN_A_ROW = 20  # maximum number of consecutive skipped steps; then the next fault ends the run, which no longer learns
+IN_A_ROW = 20  # maximum number of consecutive skipped steps; another such step ends the run, which no longer learns
 
 
 class NonFiniteSteps:

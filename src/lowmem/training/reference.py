@@ -4,11 +4,12 @@ DPO and related losses compare the log-probability of each answer under the trai
 a reference model: the model that training starts from. Other libraries keep the reference model in memory during
 training. Here a single pass without gradients, before training, computes two log-probabilities per pair (chosen and
 rejected answer) or per rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). Then the model
-is loaded again for training. The log-probabilities are stored in the token cache, 16 bytes per pair, and reused by
-resumed runs and by other jobs of a sweep.
+is loaded again for training. The log-probabilities are stored in the token cache, 16 bytes per pair or rated answer,
+and reused by resumed runs and by other jobs of a sweep.
 
-The cache key contains a digest of the weights (which checkpoints store too), the precision, the tokens and their
-packing into rows. So after a change of the model, the template or seq_len the log-probabilities are computed again.
+The cache key contains a digest of the model's initial weights and config (which checkpoints store too), the precision,
+the tokens and their packing into rows. So after a change of the model, the template or seq_len the log-probabilities
+are computed again.
 """
 
 import gc
@@ -73,8 +74,8 @@ class ReferenceLogProbs:
         return np.array([row for row in self.indices if unknown[self.rows.units_of(np.array([row]))].any()], int)
 
     def store(self, numbers: np.ndarray) -> None:
-        """Writes log-probabilities to the cache file. Values that are NaN here keep the value in the file, which
-        another run may have stored in the meantime.
+        """Writes log-probabilities to the cache file. Where a number is NaN, the value in the file is kept, since
+        another run may have stored it in the meantime.
 
         Args:
             numbers: (pairs or answers, 2); NaN if not computed.
@@ -110,8 +111,8 @@ def _checksum(array: np.ndarray) -> bytes:
 
 
 def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Saved | None], CausalLM]) -> CausalLM:
-    """Returns the module to train. If its loss compares with a reference model, first stores the reference
-    log-probabilities in the rows of `data`. At most one model is in memory at any time.
+    """Returns the module to train or to evaluate. If its loss compares with a reference model, first stores the
+    reference log-probabilities in the rows of `data`. At most one model is in memory at any time.
 
     Args:
         run: the settings.
@@ -120,7 +121,8 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
         again: builds the module. Called with a checkpoint, or with None for the initial model.
 
     Raises:
-        Refused: the initial model of the run is unknown, or is not the initial model that the settings produce now.
+        Refused: the initial model of the run is unknown, or is not the initial model that the settings produce now; a
+            log-probability is not finite; or the cache file cannot be written.
     """
     built = again(saved)
     if not built.own_loss.compares:

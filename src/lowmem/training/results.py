@@ -1,4 +1,5 @@
-"""Collects and writes the results of a finished run: summary.json, the table on the terminal, and memory.png."""
+"""Collects and writes the results of a finished run: summary.json, the table on the terminal, a picture of the
+memory (memory.png), and a table of the memory (memory_step.csv). `fit.py` calls this module."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,7 +109,7 @@ def _recipe(training: Training, command: Command) -> dict:
 
 
 def report(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the results to the loggers, to summary.json and to the terminal, with the last sample."""
+    """Writes the results to the loggers and to summary.json, and prints them with the last sample."""
     for logger in training.loggers:
         logger.log_metrics(plan_ratios(summary), step=summary["steps"])
     write(command.folder / "summary.json", summary)

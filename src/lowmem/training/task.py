@@ -43,8 +43,8 @@ TRAIN = Task("train")
 
 
 def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Saved | None:
-    """Returns the checkpoint from which the command starts, or None if it needs no checkpoint. Rank 0 finds and
-    verifies the checkpoint for all ranks.
+    """Returns the checkpoint from which the command starts. Returns None if it needs no checkpoint, or if resume=auto
+    finds none. Rank 0 finds and verifies the checkpoint for all ranks.
 
     Raises:
         Refused: the checkpoint cannot be used.
@@ -71,8 +71,8 @@ def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -
 
 
 def find_task(run: Run, saved: Saved | None) -> Task:
-    """Returns the work to do. Args: saved: the checkpoint of `find_checkpoint`. Raises: Refused: all steps of the run
-    to resume are already done."""
+    """Returns the work to do. Args: saved: the checkpoint of `find_checkpoint`. Raises: Refused: the run to resume is
+    complete, or has done more than max_steps steps."""
     if run.show is not None:
         return Task("show")
     if run.export is not None:

@@ -1,5 +1,6 @@
 """Builds, trains and evaluates one run. The context manager `training_session` yields the trained model and the
-callbacks that observed the training, and frees the model at its end. `fit` and the benchmarks use it."""
+callbacks that observed the training. At its end the context manager frees the model's memory on the card. `fit`, the
+search for batch_size=auto and the benchmarks use this context manager."""
 
 import logging
 import re

@@ -1,12 +1,12 @@
 """Converts between the shards of a process and the full tensors of a checkpoint, by parameter name. Checkpoints of
 sharded models are saved and loaded through this module.
 
-A checkpoint has the same content for every strategy and number of processes. Each process has a shard of each
-parameter, and the matching shard of the optimizer state, as plain tensors (`OneDevice.local` in
-`techniques/strategy/contract.py`). When saving, each shard becomes a piece of the full tensor. When loading, each
-process reads its shard of a full tensor from a file or a folder. In fused layers the elements of a shard have another
-order than in the model. For such layers `as_dtensor` gathers one full tensor at a time, both when saving and when
-loading a folder. Loading needs no other communication, and no process holds a second copy of the model.
+A checkpoint has the same content for every strategy and number of processes. Each process has a shard of each parameter
+(in a pipeline, of each parameter of its stage), and the matching shard of the optimizer state, as plain tensors
+(`OneDevice.local` in `techniques/strategy/contract.py`). When saving, each shard becomes a piece of the full tensor.
+When loading, each process reads its shard of a full tensor from a file or a folder. In fused layers the elements of a
+shard have another order than in the model. For such layers `as_dtensor` gathers one full tensor at a time, both when
+saving and when loading a folder. Loading needs no other communication, and no process holds a second copy of the model.
 """
 
 import logging
@@ -39,7 +39,7 @@ def stepped(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
 
 
 def local_data(tensor: Tensor, ranks: OneDevice) -> Tensor:
-    """Returns this process's shard of a parameter, or a buffer, as a plain tensor that shares the memory."""
+    """Returns a buffer, or this process's shard of a parameter, as a plain tensor that shares its memory."""
     if isinstance(tensor, DTensor):
         return tensor.detach().to_local()
     return (ranks.local(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
@@ -174,7 +174,7 @@ class LazyState(Mapping[str, object]):
 def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
     """Returns this process's shard of the saved optimizer state, as the argument of the optimizer's `load_state_dict`.
     Also changes the learning rate schedules in `checkpoint`: values of parameter groups that this process does not have
-    are removed."""
+    are removed. Raises: Refused: the checkpoint does not have the names that sharding needs."""
     (theirs,) = checkpoint["optimizer_states"]
     names = checkpoint["lowmem"].get("stepped")  # None: written on one device by an earlier version without this key
     ours = stepped(module)

@@ -3,11 +3,12 @@
     AtomicCheckpointIO    writes, reads and deletes one checkpoint, for Lightning
     Checkpoints           callback: decides when to save, and deletes old checkpoints
     newest, find          select and verify the checkpoint to start from
-    Saved                 the contents of that checkpoint, and checks that it belongs to this run
+    Saved                 settings and counts of that checkpoint, and checks that it belongs to this run
 
 A checkpoint is a file, or a folder if several processes shard the model (`checkpoint_folder.py`). Any number of
 processes can read both. A checkpoint that has its final name was written completely. Later damage is found with the
-CRC-32 of each tensor, which torch writes into the zip archive but never checks.
+CRC-32 of each tensor. In a file, torch writes the CRC-32 into the zip archive but never checks it; in a folder, the
+index contains it.
 """
 
 import hashlib
@@ -48,7 +49,8 @@ class AtomicCheckpointIO(CheckpointIO):
     """Writes checkpoints atomically. Lightning's own class builds the file in memory first and does not sync it.
 
     Args:
-        module: the module whose checkpoints are written and read; None if there is only a single process.
+        module: the module whose checkpoints are written. None: a single process writes, or checkpoints are only read or
+            deleted.
     """
 
     def __init__(self, module: LightningModule | None = None) -> None:
@@ -80,8 +82,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 class Checkpoints(Callback):
-    """Callback that saves a checkpoint after every `every` optimizer steps or minutes and at the end of training, and
-    deletes old checkpoints.
+    """Callback that saves a checkpoint at regular intervals (`every`) and at the end of training, and deletes old
+    checkpoints.
 
     Args:
         folder: the folder for the checkpoints.
@@ -195,7 +197,7 @@ def _all_finite(trainer: Trainer) -> bool:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a folder that are complete, the oldest first. Their bytes are not verified."""
+    """Returns the complete checkpoints in a folder, the oldest first. Their bytes are not verified."""
     return [path for path in _named(folder) if _has_its_end(path)]
 
 
@@ -223,8 +225,8 @@ def _step(path: Path) -> int:
 def intact(path: Path) -> bool:
     """Returns True if the CRC-32 of a checkpoint's file or folder shows no damage.
 
-    A CRC-32 detects any flipped bit and any change within four adjacent bytes. Of other errors, such as a page of
-    zeros, it misses one in 4 billion. Checking 1 GB takes 0.3 s; with a cryptographic digest it would take 1 s.
+    A CRC-32 detects any flipped bit and any change within four adjacent bytes. It misses one in 4 billion of all other
+    errors, such as a page of zeros. Checking 1 GB takes 0.3 s; with a cryptographic digest it would take 1 s.
     """
     if path.is_dir():
         return checkpoint_folder.intact(path)
@@ -253,7 +255,7 @@ def find(named: str, key: str = "resume") -> Path:
     complete checkpoint.
 
     Args:
-        named: the typed value: a checkpoint or a run folder.
+        named: the typed value: a checkpoint, a run folder, or its folder checkpoints/.
         key: the typed key, for error messages.
 
     Raises:

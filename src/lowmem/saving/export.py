@@ -70,7 +70,7 @@ class Weights:
         ranks: OneDevice = ONE_DEVICE,
     ) -> None:
         self.shard, self.ranks = shard, ranks
-        network.state_dict()  # a hook of FSDP frees the full weights that a forward pass has gathered
+        network.state_dict()  # calls a hook of FSDP, which frees the full weights that a forward pass has gathered
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
         # parameter with which the export replaces the weight of an adapted layer -> function that returns its value
@@ -123,7 +123,8 @@ class ModelFolder(NamedTuple):
 
     @contextmanager
     def draft(self) -> Iterator[Path]:
-        """Yields a folder for the weights, which is renamed to `path` once it is complete."""
+        """Yields a draft folder, into which the caller writes weights and configuration. Then adds the tokenizer and
+        README.md, and renames the draft to `path`."""
         with atomic_write(self.path) as draft:
             draft.mkdir(exist_ok=True)
             yield draft

@@ -141,7 +141,8 @@ def _names(network: nn.Module) -> list[str]:
         for name, module in network.named_modules()
         if isinstance(module, BaseTunerLayer) or _computes_weights(module)
     ]
-    return [name for name in names if not name.endswith(".base_layer")]  # replaced with the adapter layer around it
+    # a base layer is replaced as part of the adapter layer around it
+    return [name for name in names if not name.endswith(".base_layer")]
 
 
 def _merged(layer: nn.Module) -> nn.Module:
@@ -196,7 +197,7 @@ def _computes_weights(module: nn.Module) -> bool:
     return isinstance(module, ComputedExperts | NF4Linear)
 
 
-# --- alone -----------------------------------------------------------------------------------------------------------
+# --- only the adapter ------------------------------------------------------------------------------------------------
 
 
 def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, base: str, weights: Weights) -> None:
@@ -274,8 +275,8 @@ def base_of(folder: Path) -> str | None:
 
 
 def adapter_config_of(folder: Path) -> dict:
-    """Returns the contents of the `adapter=` yaml, and its `path`, with which a run continues from the adapter in a
-    folder."""
+    """Returns the settings `adapter=` with which a run starts from the adapter in a folder: the contents of the yaml of
+    the adapter's kind, with `path` set to the folder."""
     kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("use_dora") else "lora.LoRA"
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
     nodes = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((CONF / "adapter").glob("*.yaml")))

@@ -40,11 +40,11 @@ class Family(NamedTuple):
 
     Args:
         name: llama.cpp's name of the architecture.
-        of_config: returns method of GGUFWriter -> its value, from the model's configuration.
+        of_config: returns name of a method of GGUFWriter -> its argument, from the model's configuration.
         fixed: key of the configuration -> the values that llama.cpp supports. A GGUF file cannot store other values.
         transposed: suffixes of the names of weights that transformers stores as (inputs, outputs).
-        pairs: llama.cpp's rotary embeddings rotate pairs of adjacent elements, while transformers' rotate pairs that
-            are half a head apart. So rows of queries and keys are reordered.
+        pairs: True: llama.cpp's rotary embeddings of this architecture rotate pairs of adjacent elements, while
+            transformers' rotate pairs that are half a head apart. So rows of queries and keys are reordered.
     """
 
     name: str
@@ -126,7 +126,8 @@ def write(folder: Path) -> Path:
         folder: a model in Hugging Face's format that passed `check`.
 
     Raises:
-        Refused: log-probabilities of llama.cpp and transformers differ.
+        Refused: llama.cpp does not support a tensor, or computes tokens or log-probabilities that differ from
+            transformers' more than rounding explains.
     """
     for old in (folder / NAME, folder / UNVERIFIED):
         old.unlink(missing_ok=True)

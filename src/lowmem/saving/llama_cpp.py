@@ -2,7 +2,7 @@
 log-probabilities that transformers computes from the original folder. `gguf.py` calls `compare`.
 
 llama.cpp runs in a separate process, because an error in native code would end this process. Both models are in host
-memory; the model in transformers is in fp32.
+memory; the model in transformers is in fp32, and is then rounded to 16 bits to measure the effect of rounding.
 """
 
 import json
@@ -20,7 +20,7 @@ from lowmem.system.errors import Refused
 
 # words, numbers, code, several scripts and whitespace, which tokenizers split differently
 TEXT = "In 1984, the cost rose by 12.5%: it wasn't news.\n\ndef f(x):\n    return x ** 2  # naïve\n\tДа, 東京!  Ok"
-TOP = 20  # number of log-probabilities, the largest, that are compared per position
+TOP = 20  # number of tokens per position, the most likely ones, whose log-probabilities are compared
 # Log-probabilities differ because of rounding: llama.cpp rounds the inputs of matmuls with 16-bit weights to 16 bits,
 # and reads GELU from a table in fp16. The size of the rounding error depends on the model. So the tolerance is FACTOR
 # times the difference between an fp32 model and a 16-bit model in transformers.
@@ -42,8 +42,8 @@ def compare(file: Path, folder: Path) -> None:
         folder: the folder from which the file was converted.
 
     Raises:
-        Refused: llama.cpp cannot open the file, splits TEXT into other tokens, or its log-probabilities differ by more
-            than rounding explains.
+        Refused: llama.cpp cannot open the file, splits TEXT into other tokens, or computes log-probabilities that
+            differ by more than rounding explains.
     """
     texts, tokens = _tokenized(folder)
     ids = tokens[-1]
@@ -73,7 +73,7 @@ def compare(file: Path, folder: Path) -> None:
 def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
     """Returns prefixes of TEXT and their tokens. TEXT is shortened until its tokens fit the model's context."""
     tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
-    text = TEXT + (tokenizer.eos_token or "")  # add a special token, since tokenizers do not split special tokens
+    text = TEXT + (tokenizer.eos_token or "")  # also check a special token, which must not be split
     while len(tokenizer(text).input_ids) > min(CONTEXT, config.max_position_embeddings):
         text = text[: len(text) // 2]
     texts = [text[: len(text) * part // PARTS] for part in range(1, PARTS + 1)]

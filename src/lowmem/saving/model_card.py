@@ -31,7 +31,7 @@ def card(summary: Mapping) -> str:
 
 
 def _tags(summary: Mapping) -> list[str]:
-    """Returns the name of the adapter as a tag, if the run trained an adapter."""
+    """Returns a list with the name of the adapter; empty if the run trained no adapter."""
     return [summary["recipe"]["adapter"]] if "adapter" in summary["recipe"] else []
 
 

@@ -2,8 +2,8 @@
 same dropout masks as a run without interruption.
 
 If the number of processes or the sharding has changed, the saved states cannot be used. Then each process is seeded
-with the run's seed, the number of completed windows, and with several processes the data rank. In this case only the
-dropout masks differ from the masks of a run without interruption.
+with the run's seed, the number of completed windows, and with several processes its data rank (in a pipeline also its
+rank). In this case only the dropout masks differ from the masks of a run without interruption.
 """
 
 import logging

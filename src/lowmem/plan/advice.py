@@ -1,5 +1,8 @@
-"""Suggests overrides after a run has run out of memory. In the yaml files of conf/, one technique of a group may
-declare that it should be tried first (`advised`); these techniques are suggested."""
+"""Builds the error message of a run that ran out of memory, which suggests overrides. `fit.py` raises the error.
+
+The message suggests three kinds of overrides: techniques that declare `advised: true` in the yaml files of conf/ (at
+most one technique of each group), a smaller batch_size, and a smaller seq_len.
+"""
 
 from collections.abc import Mapping
 
@@ -24,7 +27,7 @@ def out_of_memory(
         held: bytes by category, on the device at the peak, or on the host when memory ran out.
         choices: group -> technique of the run.
         batch_size, seq_len: settings of the run.
-        planned: advice from the planner; None if there is none.
+        planned: advice from the planner (`at_start.smaller_recipe`); None if there is none.
     """
     lines = [f"Out of memory on the {side}. Memory {'at the peak' if side == 'device' else 'in use'}, by category:"]
     lines += [f"  {LABELS[category]:<16}{size / GIB:8.3f} GiB" for category, size in held.items()]
@@ -37,7 +40,8 @@ def out_of_memory(
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
-    """Returns overrides that save memory and that the run does not use yet. Args: see `out_of_memory`."""
+    """Returns overrides that save memory: the advised technique of each group in which the run's technique saves no
+    memory, a smaller batch_size, and a smaller seq_len. Args: see `out_of_memory`."""
     tries = []
     for group in groups():
         known = techniques(group)
@@ -45,7 +49,7 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
             known.get(choices.get(group)),
             next((name for name, technique in known.items() if technique.advised), None),
         )
-        if first is None:  # a technique that needs changes in other groups, too, is suggested only by the planner
+        if first is None:  # such as weights=streamed, which needs changes in other groups: only the planner suggests it
             continue
         if group != "accumulation":
             tries += [f"{group}={first}"] if used is None or not used.saves else []

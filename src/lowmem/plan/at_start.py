@@ -1,5 +1,12 @@
-"""Plans a run of train.py before it starts: chooses a recipe (plan=auto or plan=12GiB), or predicts the memory and
-refuses a run that does not fit (plan=check). Also advises after an out-of-memory error."""
+"""Plans a run of train.py before it starts. `fit.py` calls this module, and so does `batch_size.py` (`could_fit`).
+
+    plan=auto, plan=12GiB    `with_recipe` chooses the fastest recipe that fits; then `checked` checks the chosen recipe
+    plan=check               `checked` predicts the memory, and refuses a run that does not fit
+    plan=off                 nothing is predicted
+
+After an out-of-memory error, `smaller_recipe` searches for a recipe that needs less memory. In a run on several
+devices, only rank 0 predicts the memory, and recipes cannot be searched.
+"""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -34,10 +41,12 @@ LESS = 0.9  # after an out-of-memory error, a recipe may need at most this share
 
 def with_recipe(run: Run, typed: Sequence[str]) -> Run:
     """Returns the run with the fastest recipe that fits, for plan=auto or plan=<a card's name or size>; for plan=check
-    or plan=off, returns the run unchanged. A recipe keeps all typed overrides, except groups that may_change= lists.
+    or plan=off, returns the run unchanged. A recipe keeps all typed overrides, except overrides of the groups in
+    may_change=.
 
     Raises:
-        Refused: no recipe fits.
+        Refused: no recipe fits, `plan` is not the name or size of a card, or recipes cannot be searched: in a notebook,
+            and for the reasons that `search` raises.
     """
     if run.plan in ("check", "off"):
         return run
@@ -93,8 +102,9 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
 
 def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
-    """Returns advice for a run that ran out of memory although it was predicted to fit: the command of a recipe that is
-    predicted to need at least 10 % less device memory. None: the run was not predicted, or the search failed."""
+    """Returns advice for a run that ran out of device memory after it was predicted: the command of a recipe that is
+    predicted to need at least 10 % less device memory, or a sentence that says that there is no such recipe. None: the
+    run was not predicted, or the search failed."""
     if prediction is None:
         return None
     log.info("Out of memory: searching for a recipe that needs less memory ...")
@@ -117,7 +127,8 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
 
 def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
     """Returns the estimated seconds of an optimizer step on this machine. None: the rates of this machine are not
-    stored, the run has several devices, or its prediction is only an estimate."""
+    stored, the run has several devices, its memory prediction is only an estimate, or the estimate of the time failed
+    (the error is logged)."""
     on_card = run.device == "cuda"
     if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored_rates, {on_card, False})):
         return None
@@ -138,7 +149,8 @@ def log_duration(steps: int, seconds: float) -> None:
 
 
 def could_fit(run: Run) -> bool:
-    """Returns True if a run is predicted to fit, or if its memory cannot be predicted or is only an estimate."""
+    """Returns True if a run is predicted to fit, if its memory cannot be predicted, or if the prediction is only an
+    estimate."""
     target = _target(run)
     try:
         prediction = _predicted(run.resolved(), target)
@@ -152,7 +164,7 @@ def _predicted(run: Run, target: Target) -> Prediction:
 
 
 def _target(run: Run) -> Target:
-    """Returns the device, host and drive of this process, with the memory and drive space that are free now."""
+    """Returns the device, host and drive of this process, with the memory and the drive space that the run may use."""
     node = rank_environment.on_this_machine() if run.several else NODE
     return Target(run.device == "cuda", _free(run), _host(), node, drives.space(None, run.drive_folder))
 
@@ -212,6 +224,7 @@ def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Col
 
 
 def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:
-    """Returns the run with a recipe's overrides, and with the resolved device of `run` in place of device=auto."""
+    """Returns the run with a recipe's overrides, and with the device (instead of device=auto) and the output folder of
+    `run`."""
     where = {"device": run.device, "output_dir": run.output_dir}
     return run_of(replaced(typed, recipe)).knowing(**where).resolved()

@@ -4,10 +4,10 @@ The planner predicts the largest size that fits, and a trial checks this size. I
 plan=off, the size is found by bisection with further trials. The effective batch size, and so the computed update, does
 not change.
 
-Each trial is a separate process that trains two steps and evaluates once with limited memory, so an out-of-memory error
-cannot affect the run. On CUDA, the caching allocator is limited. On a CPU, the memory meter counts the bytes of live
-tensors, and ends the trial when the sum exceeds `memory.limit`, long before the operating system would kill the
-process.
+Each trial is a separate process that trains two steps and evaluates once, so an out-of-memory error cannot affect the
+run. On CUDA, memory.limit caps the caching allocator; without memory.limit, a trial may use all free memory of the
+card. On a CPU, where memory.limit must be set, the memory meter counts the bytes of live tensors and ends the trial
+when they exceed memory.limit, long before the operating system would kill the process.
 
 Lightning's batch size finder is not used, because it recognizes out-of-memory errors by their text, and saves a full
 checkpoint first (Lightning #9625, #11295).
@@ -36,7 +36,8 @@ DOES_NOT_FIT = 3  # exit code of a trial
 
 
 def resolve(run: Run) -> Run:
-    """Returns the run with a number for batch_size. Raises: Refused: not even one sequence fits."""
+    """Returns the run with a number for batch_size. Raises: Refused: not even one sequence fits, or a trial failed for
+    another reason than memory."""
     if run.batch_size != "auto":
         return run
     total, devices = run.accumulation.size, run.accumulation.devices
@@ -73,7 +74,8 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 
 def fits(run: Run, batch_size: int) -> bool:
-    """Returns whether a trial with this batch size, in a separate process, does not run out of memory."""
+    """Returns whether a trial with this batch size fits in memory. Raises: Refused: the trial failed for another
+    reason."""
     trial = {
         "batch_size": batch_size,
         "max_steps": STEPS,
@@ -92,8 +94,9 @@ def fits(run: Run, batch_size: int) -> bool:
 
 
 def main() -> None:
-    """Runs one trial in this process: reads the run's settings from stdin, and exits with 0 if the run fits, or with
-    DOES_NOT_FIT. The files of the trial are deleted."""
+    """Runs one trial in this process: reads the run's settings from stdin, trains, and deletes the files of the trial.
+    The exit code is 0 if the run fits, and DOES_NOT_FIT if it is out of memory. After any other error the exit code is
+    1, and the error is printed to stderr."""
     quiet()
     run = Run.read(json.loads(sys.stdin.read()))
     try:

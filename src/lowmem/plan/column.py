@@ -52,7 +52,7 @@ class DeviceBytes(Column):
     optimizer: int = 0
     activations: int = 0
     temporaries: int = 0  # temporary tensors of the optimizer's update
-    in_flight: int = 0  # gradients that are being copied to the host; with CPU offload, shards in both directions
+    in_flight: int = 0  # gradients that are being copied to the host; with CPU offload, also weights from the host
     workspaces: int = 0
     fragments: int = 0  # memory that the allocator must reserve in addition to tensors and workspaces
     context: int = 0  # CUDA context and NCCL communicators, outside of torch's allocator
@@ -65,7 +65,7 @@ class HostBytes(Column):
 
     phase: str
     libraries: int = 0
-    threads: int = 0  # code and threads that are loaded and started in the first step
+    threads: int = 0  # code that the first step loads, and threads that it starts
     cuda: int = 0
     generator: int = 0
     weights: int = 0

@@ -17,12 +17,14 @@ from lowmem.plan.tracing.traces import MemoryTrace
 from lowmem.saving.export import FILE_BYTES
 from lowmem.system.units import GIB, MIB
 
-BY_HOST = ("load", "save", "resume")  # phases without paged optimizer state, or with all of it on the host
+# Phases in which paged optimizer state does not exist (load), or is already counted as host memory (save, resume).
+BY_HOST = ("load", "save", "resume")
 CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: an assumed margin, not a measurement
-# Host memory of code and threads that are started in the first step: 12 to 20 MiB in measured runs of models with 10 to
-# 60 million parameters, on two cores.
+# Host memory of the code that the first step loads and of the threads that it starts: 12 to 20 MiB in measured runs of
+# models with 10 to 60 million parameters, on two cores.
 WOKEN = 12 * MIB
-GENERATOR = GIB // 8  # host memory of torch.compile: 60 to 110 MiB for its first kernels, 5 to 10 per further kernel
+# Host memory of torch.compile: 60 to 110 MiB were measured for its first kernels, and 5 to 10 MiB per further kernel.
+GENERATOR = GIB // 8
 
 
 def host_phases(
@@ -74,7 +76,8 @@ def mapped(run: Run, parameters: int) -> int:
 
     The pages stay resident if the weights are converted to another dtype, quantized, or split into streamed weights and
     masters. In all other cases the pages are the memory of the tensors themselves, and the result is 0. The result is
-    also 0 for models on the hub, because the sizes of their files are not known beforehand.
+    also 0 for a model with random initial weights, and for a model on the hub, because the sizes of its files are not
+    known beforehand.
     """
     folder = Path(run.model.name).expanduser()
     if not (run.model.pretrained and folder.is_dir()):
@@ -139,9 +142,14 @@ def _packs(run: Run) -> bool:
 
 
 def _reading(run: Run) -> tuple[int, bool, bool]:
-    """Returns (bytes per element of the loaded weights; whether the loaded weights are pages of memory-mapped files,
-    which the system can drop; whether transformers joins several tensors of the files to one weight). Joined weights
-    are not pages of files."""
+    """Returns how weights are loaded.
+
+    Returns:
+        Bytes per element of the loaded weights.
+        Whether the loaded weights are pages of memory-mapped files, which the system can drop. Joined weights are not
+            pages of files.
+        Whether transformers joins several tensors of the files into one weight.
+    """
     loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)
     joins = joins_tensors(described.config)
     if run.drive_folder is not None or _packs(run):

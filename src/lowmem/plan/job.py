@@ -36,6 +36,9 @@ def plan(
 ) -> dict:
     """Prints the plan and writes plan.json to `output_dir`.
 
+    Returns:
+        The contents of plan.json.
+
     Raises:
         Refused: a typed size is invalid, or the run or the model cannot be planned.
     """
@@ -100,8 +103,8 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
     """Prints each answer to `longest=` when it is found, and then the command of the last answer that fits.
 
     Returns:
-        The contents of plan.json: `chosen` is the overrides of the last answer that fits, and `recipes` has the best
-        recipe of each value that was tried."""
+        The contents of plan.json: `chosen` is the overrides of the last answer that fits (None if no answer fits), and
+        `recipes` has the first recipe of each answer that is a plan."""
     chosen, recipes = None, []
     print(table.ANSWERS)
     for line, found in answers(question, plan_of):
@@ -115,8 +118,9 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
 
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
-    """Returns the run from which the search starts. If several devices but no strategy were typed, a strategy that
-    keeps the full model on each device is added to the typed run; the search also tries other strategies."""
+    """Returns the run from which the search starts. If several devices but no strategy were typed, this run has a
+    strategy that keeps the full model on each device; the search also tries other strategies. With search=false,
+    returns the run unchanged."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
     tried = (name for name, technique in techniques(SHARED).items() if technique.tried)
@@ -125,8 +129,8 @@ def shared(run: Run, typed: Sequence[str]) -> Run:
 
 
 def resolved(run: Run, on_card: bool) -> Run:
-    """Returns a copy of the run with resolved interpolations and device=cpu, because runs are always traced on the
-    CPU."""
+    """Returns a copy of the run with resolved interpolations and with device=cpu, because runs are always traced on the
+    CPU. With batch_size=auto and without memory.limit, the size of the card of gpu= becomes memory.limit."""
     run = run.knowing(device="cpu")
     if run.batch_size == "auto" and run.memory.limit is None:  # batch_size=auto needs a memory limit
         card = cards.card(run.gpu)

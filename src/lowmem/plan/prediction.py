@@ -1,5 +1,6 @@
 """Predicts the memory that a run needs on the device, on the host and on a drive, from a trace of the run on fake
-tensors."""
+tensors. `predict` is called before a run starts (`at_start.py`), by plan.py (`job.py`), and for each recipe of a search
+(`search/recipes.py`)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,9 +26,9 @@ PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 TRACED = ("forward", "backward", "step", "evaluation")
 # An extrapolated trace (`search/extend.py`) has no list of allocations that could be replayed. So the reserved bytes
 # (RESERVED), and the smallest number of bytes that torch must reserve (LEAST_RESERVED), are estimated as multiples of
-# the allocated peak. In seventeen recipes of four models that were traced in full, the factors were 1.03 to 1.20 for
-# RESERVED, and 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse, the factors
-# for LEAST_RESERVED were up to 1.11.
+# the allocated peak. Full traces of seventeen recipes (four models) had factors of 1.03 to 1.20 for RESERVED, and of
+# 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse, the factors for
+# LEAST_RESERVED were up to 1.11.
 RESERVED, LEAST_RESERVED = 1.1, 1.07
 
 
@@ -66,8 +67,8 @@ class Prediction:
     mapped: int = 0  # bytes of memory-mapped weight files: resident while loading, dropped if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA pages: on the card if there is room, otherwise on the host
     paged_on_host: int = 0  # the part of `paged` that does not fit on the target's card
-    # bytes read from the drive per optimizer step: masters and optimizer state for the update, and 16-bit weights for
-    # each forward and backward pass
+    # Bytes read from the drive per optimizer step. The update reads all data that it changes. With
+    # weights.drive_holds=all, each forward and backward pass also reads the 16-bit weights of the blocks.
     drive_read: int = 0
     drive_written: int = 0  # bytes written to the drive per optimizer step
     devices: int = 1  # number of devices; `device` describes the device that needs the most
@@ -86,8 +87,8 @@ class Prediction:
         return self.phases[self.device.phase].device
 
     def based_on(self, libraries: int) -> "Prediction":
-        """Returns a copy in which the host memory of Python and its libraries is measured instead of predicted. Args:
-        libraries: resident bytes of a process before its model is built."""
+        """Returns a copy with a measured value in place of the predicted host memory of Python and its libraries. Args:
+        libraries: measured resident bytes of a process before its model is built."""
         more = libraries - self.host.libraries // self.on_host
         phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
         return replace(self, phases=phases, host=self.host.plus(libraries=self.on_host * more))
@@ -189,7 +190,7 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
 
 def _in_flight(trace: Trace, run: Run) -> int:
     """Returns the bytes on the card that are being copied: gradients on their way to the host, or, with CPU offload,
-    weights on their way to the card and gradients on their way to the host. 0 if neither happens."""
+    weights on their way to the card and gradients on their way to the host. 0 if nothing is copied."""
     if trace.waits_on_host:  # CPU offload: the weights and the gradients of one block
         return 2 * trace.blocks[1]
     if not trace.steps_on_host:
@@ -231,9 +232,10 @@ def _communicators(trace: Trace, run: Run) -> int:
 
 
 def read_by_passes(run: Run, trace: Trace) -> int:
-    """Returns the bytes of 16-bit weights that the forward and backward passes of a window read from a drive. A pass
-    does not read the block again that the previous pass computed last: the last block is still on the device when
-    backward begins, and the first block when the forward pass of the next micro-batch begins."""
+    """Returns the bytes of 16-bit weights that the forward and backward passes of a window read from a drive; 0 if the
+    16-bit weights are not on a drive. The block that a pass computes last is still on the device when the next pass
+    begins, so the next pass does not read it again: backward begins with the last block, and the forward pass of the
+    next micro-batch begins with the first block."""
     if not run.reads_weights:
         return 0
     turns, block = 1 if run.overlaps else run.windows.largest, trace.blocks[1]
@@ -263,9 +265,14 @@ def _beside_tensors(trace: Trace, free: Allocator | None) -> dict[str, int]:
 
 
 def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, leaving: int) -> tuple[int, int]:
-    """Returns (bytes that torch reserves on a card with enough room, minimum bytes that torch must be able to reserve).
-    Args: free: see `_beside_tensors`; device_peak: the highest peak of all phases in bytes; leaving: the result of
-    `_in_flight`."""
+    """Returns two sizes in bytes: the memory that torch reserves on a card with enough room, and the minimum memory
+    that torch must be able to reserve.
+
+    Args:
+        free: see `_beside_tensors`.
+        device_peak: bytes of the highest peak of all phases.
+        leaving: the result of `_in_flight`.
+    """
     if free is None:
         return round(device_peak * RESERVED), round(device_peak * LEAST_RESERVED)
     # The events do not contain temporary memory inside compiled code, so the peak of the phases may be higher.

@@ -18,8 +18,8 @@ from lowmem.system.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
-    """Returns the shell command that runs a recipe. With several hosts, the command is for each host, and contains HOST
-    in place of the name of the first host."""
+    """Returns the shell command that runs a recipe. With several hosts, users have to type the command on each host,
+    with the name of the first host in place of HOST."""
     program, need = ["python"], recipe.prediction
     if need.devices > need.node:
         count = range(-(-need.devices // need.node), need.devices + 1)
@@ -188,8 +188,8 @@ def _paged(prediction: Prediction) -> str:
 
 
 def on_drive(prediction: Prediction, target: Target) -> str:
-    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds for them at the assumed
-    rates of a drive."""
+    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds that these reads and
+    writes take at the assumed rates of a drive."""
     read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
     seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (

@@ -9,7 +9,10 @@ from lowmem.plan.tracing.traffic import NODE
 
 @dataclass(frozen=True)
 class Target:
-    """The device, host and drive that a planned run may use. A size of None means unlimited."""
+    """The device, host and drive that a planned run may use.
+
+    If `card` or `host_memory` is None, this memory is unlimited. If `drive` is None, no drive may be used.
+    """
 
     on_card: bool  # plan for CUDA, even on a machine without CUDA
     card: Card | None = None

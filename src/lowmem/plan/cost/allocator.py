@@ -1,4 +1,5 @@
-"""Simulates torch's caching allocator for CUDA, to predict the bytes that it reserves for a sequence of allocations.
+"""Simulates torch's caching allocator for CUDA, to predict how many bytes the allocator reserves for a sequence of
+allocations. `prediction.py` replays the allocations of a traced run.
 
     request (rounded to 512 B)    segment
     up to 1 MiB                   2 MiB, shared
@@ -40,7 +41,7 @@ class Full(Exception):
 
 
 class Allocator:
-    """The memory pools of one stream. Args: limit: maximum reserved bytes; None: unlimited."""
+    """Simulates the memory pools of one CUDA stream. Args: limit: maximum reserved bytes; None: unlimited."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -135,12 +136,13 @@ def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> 
 def from_the_start(
     events: Sequence[tuple[int, int]], existing: int, weights: int, workspaces: Mapping[int, int]
 ) -> list[tuple[Hashable, int]]:
-    """Returns the events of a run's first window, followed by the events of a later window.
+    """Returns the events of a run from its start: the allocations of the weights, the events of the first window, the
+    allocations of the other tensors that exist before a later window, and the events of this later window.
 
-    Tensors that are allocated in the first window and are not freed fragment the memory: cuBLAS allocates its
-    workspaces during a pass, and the optimizer creates its state in the first update. The allocations of later windows
-    must fit into the gaps. On an H200, the smallest limit with which a run works was predicted correctly for five of
-    six recipes; without the first window all predicted limits were too small, by up to 7 %.
+    The first window allocates memory that is never freed: cuBLAS workspaces during its passes, and optimizer state
+    during its update. These allocations fragment the memory, because the tensors of later windows must fit into the
+    gaps between them. On an H200, the smallest limit with which a run works was predicted correctly for five of six
+    recipes; without the first window all predicted limits were too small, by up to 7 %.
 
     Args:
         events: the events of a later window.

@@ -4,9 +4,10 @@
     seconds of an operator = max(FLOPs / rate of matrix products, bytes / memory bandwidth) + launch time
 
 A named card has the published rates in conf/gpu.yaml. The rates of this machine are measured, which takes about a
-second, and stored in a file for a week. `python -m benchmarks.card` measures them more exactly. Operators reach only a
-share of the peak rates: the factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
-If the file cannot be read or written, the rates are measured again, and no error is raised.
+second, and are stored in a file for a week. `python -m benchmarks.card` also measures the link with copies in both
+directions at once (otherwise DUPLEX is assumed), and stores all rates in the same file. If the file cannot be read or
+written, each process measures the rates again, and no error is raised. Operators reach only a share of the peak rates:
+the factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
 """
 
 import json
@@ -85,8 +86,8 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
 
     Args:
         on_card: True: the rates of a card; False: the rates of this machine's CPU.
-        card: a card. If `card` is None or has no published rates, the rates of this machine's card are returned, or on
-            a machine without a card, the rates of `cards.REFERENCE`.
+        card: a card with published rates. For None or a card without published rates, returns the rates of this
+            machine's card; on a machine without a card, returns the rates of `cards.REFERENCE`.
         products: dtype of matrix products. With "tensorfloat32", matrix products in fp32 get the rate of TF32.
     """
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):

@@ -6,10 +6,11 @@ A machine has five resources that work at the same time. So a phase takes as lon
             compute     up (to the card)         down          host           drive
 forward     operators   weights                  block inputs                 weights (read)
 backward    operators   weights, block inputs    gradients     sums           weights (read)
-update                  updated weights                        norm, update   masters and state (read, written)
+update                  updated weights                        norm, update   masters, state (read, written)
 
-Block inputs are copied if activation checkpointing offloads them. The entries other than operators and block inputs
-apply only to streamed weights, host masters and CPU offload.
+Block inputs are copied if activation checkpointing offloads them. All entries except operators and block inputs apply
+only to streamed weights, host masters and CPU offload. With weights.drive_holds=all, the update also reads and writes
+the 16-bit weights on the drive.
 
 - With early updates of host masters (`Run.early`), the norm and the update overlap with the last backward pass.
 - Without early updates, the host first computes the norm of all gradients. Then the update overlaps with the first

@@ -1,6 +1,6 @@
 """Lists the routes that a search compares. A route is a set of recipes that share precision, optimizer, strategy and
-the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the typed overrides and the
-effective batch size.
+the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size,
+and all typed overrides except overrides of the groups in may_change=.
 
     Typed                    the typed overrides, and the groups that a recipe may change
     PrecisionAndOptimizer    a precision with an optimizer
@@ -47,8 +47,8 @@ class Typed:
         run: the resolved run of the typed overrides.
         lines: the typed overrides.
         compose: returns the run in which the given overrides replace typed overrides with equal keys.
-        may_change: groups of CHANGEABLE that a recipe may change, even if they were typed. None: all groups that were
-            not typed.
+        may_change: the groups of CHANGEABLE that a recipe may change, whether typed or not; empty: no group. None: the
+            groups of CHANGEABLE that were not typed.
         configs: a cache of composed runs.
     """
 
@@ -144,7 +144,8 @@ class Route:
         run: the run with these overrides.
         micro_batches: pairs of batch_size and the overrides that keep the effective batch size, largest first.
         checkpointings, losses: techniques of the groups in `COMPUTED`, fastest first.
-        sums: True if a step has several micro-batches, so that host masters need fp32 sums of gradients.
+        sums: True if the run has host masters and a step has several micro-batches, whose gradients are summed in fp32
+            in host memory.
     """
 
     training: PrecisionAndOptimizer
@@ -205,12 +206,12 @@ def trainings(typed: Typed, card: Card | None = None) -> list[PrecisionAndOptimi
 
 def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str] = ("auto",)) -> Iterator[Route]:
     """Yields the routes of a precision with an optimizer: all combinations of a strategy and a place for the weights.
-    Each route has all micro-batches that keep the effective batch size.
+    All micro-batches of a route keep the effective batch size.
 
     With host masters, one route has several micro-batches per step, and another route has a single micro-batch: several
     micro-batches need fp32 sums of gradients in host memory, and a single micro-batch needs more device memory. With
-    streamed weights there is a route for each weights.order. optim.in_backward=true is a separate route with a single
-    micro-batch.
+    streamed weights and several micro-batches there is a route for each weights.order, unless weights.order was typed.
+    optim.in_backward=true is a separate route with a single micro-batch.
 
     Args:
         names: the strategies to try.
@@ -245,7 +246,7 @@ def _fastest_first(typed: Typed, group: str) -> list[str]:
 
 def strategies(typed: Typed) -> list[str]:
     """Returns the strategies to try: the typed strategy, or if none was typed for several devices, all strategies that
-    declare `tried`."""
+    declare `tried` and work with this number of devices (`_makes_up`)."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, technique in techniques(SHARED).items() if technique.tried and _makes_up(typed, name)]
@@ -266,8 +267,8 @@ def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
 
 
 def _precisions(typed: Typed, card: Card | None) -> list[str]:
-    """Returns the precisions to try. For a card with bf16 matmuls, fp16 precisions with a loss scale are left out,
-    unless typed."""
+    """Returns the precisions to try, the precision of the typed run first. Further precisions with a loss scale (fp16)
+    are left out, unless the card has no bf16 matmuls. Args: card: None counts as a card with bf16 matmuls."""
     first, *others = _choices(typed, "precision")
     with_bf16 = card is None or card.multiplies("bfloat16")
     return [first, *(name for name in others if not (with_bf16 and class_of("precision", name).scales_loss))]

@@ -19,7 +19,7 @@ class Tier(IntEnum):
     """How far a training is from the typed training. A smaller value is closer."""
 
     AS_TYPED = 1
-    CLOSE = 2  # 16-bit matrix products with weights that are updated in fp32; optimizer state in fewer bits
+    CLOSE = 2  # matrix products in another dtype, with weights updated in fp32; optimizer state in another precision
     ANOTHER = 3  # weights that are rounded to 16 bits at every update; another optimizer
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 
 class Settings(NamedTuple):
-    """The settings that a route leaves open. Args: size: index of the route's micro-batches; 0 is the largest."""
+    """The settings that a route leaves open. Args: size: an index into the route's micro-batches; 0 is the largest."""
 
     checkpointing: str
     loss: str
@@ -36,7 +36,8 @@ class Fitting(NamedTuple):
     recipe: Looked
 
 
-Look = Callable[[Settings], Looked | None]  # traces the recipe of some settings; None: the recipe is refused
+# traces the recipe of some settings; None: the recipe is refused, or is known not to fit on the card
+Look = Callable[[Settings], Looked | None]
 
 
 class Climb:
@@ -45,7 +46,7 @@ class Climb:
     Args:
         checkpointings, losses: names of techniques, fastest first.
         smallest: index of the smallest micro-batch; the largest has index 0.
-        look: returns the traced recipe of some settings, or None if the recipe is refused.
+        look: returns the traced recipe of some settings, or None if the recipe is refused or known not to fit.
         fits: returns whether a recipe fits.
     """
 
@@ -73,14 +74,15 @@ class Climb:
         return found if found is not None and found.recipe.seconds < than else None
 
     def of_least_memory(self) -> Looked | None:
-        """Returns the recipe that needs the least memory. None: all recipes are refused."""
+        """Returns the recipe that needs the least memory. None: `look` has returned None for all recipes with the
+        smallest micro-batch."""
         ways = product(reversed(self.losses), reversed(self.checkpointings))
         looked = (self.look(Settings(checkpointing, loss, self.smallest)) for loss, checkpointing in ways)
         return next((recipe for recipe in looked if recipe is not None), None)
 
     def _with_less_memory(self) -> Fitting | None:
-        """Returns the fastest settings that fit among settings with less memory than the fastest ones. None: no
-        settings fit.
+        """Searches settings that need less memory than the fastest settings of the route. Returns: the fastest settings
+        that fit; None if no settings fit.
 
         After the first settings that fit, a slower checkpointing or loss is tried only with a larger micro-batch than
         the best settings so far, since with an equal or smaller micro-batch it would be slower than these settings.

@@ -10,8 +10,9 @@ Both short models are traced with the recipe's micro-batch and window. A model m
 sliding-window attention in Gemma, or dense blocks in a mixture of experts. Then the two short models differ by blocks
 of each kind, in the proportion in which the rest of the model has these kinds.
 
-Recipes that are not linear in depth are traced in full: checkpointed segments of several blocks, pipelines, and models
-whose kinds of blocks follow no pattern.
+A recipe is traced in full if it is not linear in depth (checkpointed segments of several blocks, pipelines,
+weights.resident_blocks), or if no two short models are suitable (fewer than five blocks, or kinds of blocks without a
+pattern).
 
 With weights.order=by_layer, a trace has all micro-batches of a window. From four micro-batches on, work and memory are
 linear in the number of micro-batches, so longer windows are extrapolated from windows of four and five micro-batches.
@@ -134,8 +135,9 @@ def line_of(run: Run) -> Line | None:
 
 
 def _line(kinds: Sequence[Hashable]) -> Line | None:
-    """Returns the extrapolation from the two shortest suitable models. The blocks that the longer model adds must have
-    the kinds of blocks in the same proportion as all blocks that the shorter model lacks. None: there are no such
+    """Returns the extrapolation from the two shortest suitable models. Models are suitable if each kind of block has
+    the same share among the blocks that the longer model adds as among all blocks that the shorter model lacks, and if
+    the last block of both models is of the same kind as the last block of the full model. None: there are no such
     models. Args: kinds: the kind of each block."""
     for far in range(FEWEST + 1, len(kinds)):
         for near in range(FEWEST, far):
@@ -201,8 +203,8 @@ def _network(model: _Model) -> Network:
 
 
 def kind_of(block: nn.Module) -> Hashable:
-    """Returns the kind of a block: its modules with their attributes of type PLAIN (such as the length of a sliding
-    window), and the shapes of its parameters."""
+    """Returns the kind of a block: its modules with their attributes of the types PLAIN (such as the length of a
+    sliding window), and the names and shapes of its parameters and whether each parameter is trained."""
     modules = tuple(
         (name, type(module).__name__, tuple((key, value) for key, value in vars(module).items() if _tells(key, value)))
         for name, module in block.named_modules()

@@ -2,8 +2,8 @@
 fit.
 
 Each value that is tried is a separate search, so each answer comes with a recipe. Sequence lengths and batch sizes grow
-by a factor of GROWTH while a recipe fits. Then bisection narrows the gap between the last number that fits and the
-first number that does not.
+by a factor of GROWTH while a recipe fits. Then HALVINGS steps of bisection narrow the gap between the last number that
+fits and the first number that does not. For longest=model, each model of conf/model is tried, smallest first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,8 @@ PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed ones ->
 
 
 def lines_that_stay(question: str, typed: Iterable[str]) -> list[str]:
-    """Returns the typed overrides that no answer replaces. Args: question: one of `QUESTIONS`."""
+    """Returns the typed overrides without the overrides of INSTEAD_OF. An override of the question's own key remains,
+    and each answer replaces it. Args: question: one of `QUESTIONS`."""
     return [line for line in typed if not key(line).startswith(INSTEAD_OF[question])]
 
 

@@ -127,7 +127,8 @@ def search(typed: Typed, target: Target) -> Plan:
     trainings.
 
     Raises:
-        Refused: the model cannot be traced, every recipe is refused, or the card cannot multiply in bf16.
+        Refused: the model cannot be traced, every recipe is refused, the card lacks bf16 matmuls and no other precision
+            may be tried, or the speed of matrix products in the run's dtype is not known.
     """
     state = _Search(typed, target)
     for rank in sorted(state.by_rank):
@@ -157,13 +158,13 @@ class _Search:
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.machine = machine(target.on_card, target.card, typed.run.multiplies_in)
-        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy, or recipe's overrides -> reason
+        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy, or a recipe's overrides -> why it is refused
         names = strategies(typed)
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # overrides -> recipe
         self.too_large: dict[tuple, Route] = {}  # (option, sums) -> route that cannot fit and was skipped
-        # keys of routes that do not fit with any settings (`Route.on_card`, `Route.on_host`), and keys of settings that
-        # do not fit
+        # keys of routes that do not fit with any settings (`Route.on_card`, `Route.on_host`), and (key of a route,
+        # settings) of recipes that do not fit on the card (`_climb`)
         self.hopeless: set[tuple] = set()
 
     def _works(self, strategy: str) -> bool:
@@ -237,9 +238,10 @@ class _Search:
         return [route for _, route in sorted(hopeful, key=itemgetter(0))]
 
     def _smallest_that_fits(self, route: Route) -> Recipe | None:
-        """Returns a recipe that fits, with the settings of a route that need the least memory. Block inputs are in host
-        memory, which needs the least device memory, or if the host is too small, on the card. None: neither recipe
-        fits."""
+        """Returns a recipe that fits, with the settings of a route that need the least memory. First a recipe with
+        block inputs in host memory is tried, because it needs the least device memory. If only the block inputs are too
+        much for the host, or if no such recipe exists, a recipe with block inputs on the card is tried. None: neither
+        recipe fits."""
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
             if recipe is None:

@@ -56,10 +56,13 @@ def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend |
 
 
 def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
-    """Returns the bytes of the cuBLAS workspaces that are allocated in forward, and in backward. Each thread that
-    computes matrix products has a separate workspace. These threads are the training thread in forward and autograd's
-    thread in backward. With weights.order=by_layer they are the threads of the micro-batches, and the training thread
-    for evaluations.
+    """Returns the bytes of the cuBLAS workspaces that are allocated in forward, and the bytes of the workspaces that
+    are allocated in backward.
+
+    Each thread that computes matrix products has a separate workspace: the training thread in forward, and autograd's
+    thread in backward. With weights.order=by_layer, each micro-batch has a thread that computes both passes, so all
+    their workspaces are allocated in forward. The size for backward then counts the workspace of the training thread,
+    which computes evaluations.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))
     return (run.windows.largest if run.overlaps else 1) * size, size
@@ -115,8 +118,8 @@ def _widened(value: object) -> object:
 
 def foreach(make: MakeOptimizer) -> MakeOptimizer:
     """Returns a factory of optimizers with torch.optim's foreach implementation, which is the default on CUDA but not
-    on a CPU (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). Its temporary tensors take about as much
-    memory as the parameters."""
+    on a CPU (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). The temporary tensors of foreach take about
+    as much memory as the parameters."""
 
     def on_card(groups: list[dict]):
         optimizer = make.make(groups)

@@ -8,8 +8,8 @@ the backward runs.
 
 Three kinds of temporary memory are not counted:
 
-- the buffers of flash if it splits the keys in forward, for short rows (2 x multiprocessors x 64 x head size x 4 bytes:
-  9 MiB on an H100);
+- the buffers of the flash kernel if it splits the keys in forward, for short rows (2 x multiprocessors x 64 x head size
+  x 4 bytes: 8 MiB on an H100 with a head size of 128);
 - the workspace of cuDNN's plans, whose size is not documented;
 - the mask of masked rows in the softmax of the math kernel (a quarter of the bytes of the scores, which is less than
   the backward of the math kernel needs).

@@ -1,8 +1,8 @@
 """Predicts which attention kernel torch selects on a card, for any dtype, compute capability and head size. `attend.py`
 uses the prediction to trace memory.
 
-The flash, memory-efficient and cuDNN kernels save no tensor of shape (tokens, tokens). torch uses the math kernel if
-these three kernels do not support a call; the math kernel saves several tensors of this shape.
+The flash, memory-efficient and cuDNN kernels save no tensor of shape (tokens, tokens). If none of these three kernels
+supports a call, torch uses the math kernel, which saves several tensors of this shape.
 
 CPU builds of torch do not contain the rules of the selection, so this module repeats the rules of torch 2.11 to 2.13.
 The rules are in aten/src/ATen/native/transformers, in cuda/sdp_utils.cpp and sdp_utils_cpp.h; rules in other files are

@@ -1,5 +1,5 @@
-"""Traces a run in a separate process. The ranks of a run on several devices use this module, because a process that
-belongs to a process group cannot simulate ranks (`one_rank.py`).
+"""Traces a run in a separate process. In a run on several devices, rank 0 uses this module to predict the memory,
+because a process that belongs to a process group cannot simulate ranks (`one_rank.py`).
 
 The process is a new Python interpreter and not a fork: forking a process with threads can hang, and a process that uses
 CUDA must not be forked.

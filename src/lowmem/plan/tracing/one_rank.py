@@ -2,8 +2,8 @@
 process group.
 
 The fake process group sends nothing, and does not change the tensors into which a rank receives. This is sufficient for
-fake tensors, because all buffers of a collective are allocated as in a run. So tracing a run on 512 devices takes no
-longer than tracing a run on two devices. Source: torch/testing/_internal/distributed/fake_pg.py.
+fake tensors, because all buffers of a collective are allocated as in a run. Only one rank computes, so tracing a run on
+512 devices takes no longer than tracing a run on two devices. Source: torch/testing/_internal/distributed/fake_pg.py.
 """
 
 from collections.abc import Callable, Iterator

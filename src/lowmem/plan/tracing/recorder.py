@@ -41,7 +41,8 @@ class Recorder(MemoryMeter):
         self.recordings: list[Recording] = []  # of the window, and then of the evaluation
         self.marks: list[tuple[int, str]] = []  # (index of an event in the window, place that begins there)
         self.begins: dict[str, int] = {}  # place -> index of its first event in the window's `Recording.events`
-        self.weights = self.host_bytes = 0  # bytes before training: of weights on the device; of all host tensors
+        # bytes before training: of the weights on the device, and of all tensors in host memory
+        self.weights = self.host_bytes = 0
 
     def mark_blocks(self, model: nn.Module) -> None:
         """Registers hooks on the blocks that mark the places in forward and backward: the first block, the last block,
@@ -108,8 +109,9 @@ def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -
     the point with the most host bytes.
 
     On a CPU, device and host share one memory, and the sum of device and host bytes may be highest at another point
-    than the device bytes. Then `host_bytes` is, by category, the bytes of the point with the highest sum, minus the
-    device bytes of the returned point. So the sum of the returned point is the highest sum.
+    than the device bytes. Then each category of the returned `host_bytes` has the device and host bytes of the point
+    with the highest sum, minus the device bytes of the returned point. So the sum of the returned point is the highest
+    sum.
 
     Args:
         points: the points of a `Recording`.

@@ -2,8 +2,9 @@
 
 torch's FakeTensorMode infers the outputs of an operator from the shapes of its arguments. A model calls an operator
 with equal shapes in each block, for each parameter of a shape, and in each trace of a search. So `ShapeMode` caches the
-outputs by operator and shapes; creating outputs from the cache takes a sixth of the time. A call is not cached if it
-has constants, if the shapes of its outputs depend on values, or if it resizes a storage.
+outputs by operator and shapes; creating outputs from the cache takes a sixth of the time. Some calls are not cached,
+for example a call whose arguments include a constant tensor, whose output shapes depend on values, or which resizes a
+storage.
 """
 
 from collections import Counter

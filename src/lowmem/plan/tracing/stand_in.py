@@ -2,10 +2,10 @@
 optimizer.
 
 Some optimizers, such as 8-bit optimizers, pass raw pointers to C++, CUDA or compiled code. Fake tensors have no memory
-to point to. But the state of these optimizers, and the temporary memory of a step, have a fixed number of bytes per
-element of a parameter. To measure these rates, the real optimizer steps small real parameters of each role (matrix,
-embedding, vector): one parameter, and then two parameters. The state that the second parameter adds gives the rate. The
-code does not depend on the name of any optimizer.
+to point to. But the state of these optimizers, and the temporary memory of a step, take a fixed number of bytes per
+element of a parameter (a rate). To measure the rates, the real optimizer steps small real parameters of each role
+(matrix, embedding, vector): one parameter, and then two parameters. The state that the second parameter adds gives the
+rate of the state. No measurement depends on the name of an optimizer.
 """
 
 from collections import Counter
@@ -152,8 +152,13 @@ def _rate(make: MakeOptimizer, one_kernel: bool, role: str, small: bool) -> Rate
 
 
 def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
-    """Returns (bytes of each tensor of the state, bytes of temporary memory, bytes of pageable state), measured in the
-    second real step; the first step creates the state. Temporary memory inside compiled code is not included."""
+    """Steps a real optimizer twice and measures the second step, because the first step creates the state.
+
+    Returns:
+        Bytes of each tensor of the state.
+        Bytes of temporary tensors. Temporary memory inside an operator or compiled code is not included.
+        Bytes of pageable state.
+    """
     optimizer = make(probe)
     ledger = Ledger()
     ledger.own("weights", lambda: [t for p in probe.parameters() for t in (p, p.grad)])

@@ -6,7 +6,7 @@ memory meter (`recorder.py`). Only the tensors are fake: they have a shape, a dt
 counted, but no memory. So the prediction comes from the run's own code instead of formulas. Data-dependent checks (such
 as "are all gradients finite?") return True.
 
-The traced window has fewer micro-batches than a window of the run:
+The traced window may have fewer micro-batches than a window of the run:
 
 - One device: a single micro-batch represents all micro-batches. Before it, `Steady` creates the optimizer state, and
   with gradient accumulation also the gradients of an earlier micro-batch.
@@ -78,7 +78,8 @@ EVENLY = (
 
 
 def untraceable(error: Exception) -> str:
-    """Returns the reason why a model cannot be traced, if its code raised `error` because it needs real values.
+    """Returns the reason why a model cannot be traced, if the model's code raised `error` because the code needs real
+    values, or if the trace was too long.
 
     Raises:
         error: code of lowmem, Lightning or Hydra raised it. A bug of lowmem must not look like a model that cannot be
@@ -207,9 +208,10 @@ def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict
 
 @contextmanager
 def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[None]:
-    """Context manager that assumes a number of documents in packed rows, because fake tensors have no positions to
-    count. If attention is computed document by document, two documents per row are assumed. If one kernel call computes
-    all documents, one document is assumed, because the call saves equally many bytes for any number."""
+    """Context manager that assumes a number of documents in packed rows. A run counts the documents from the values of
+    the positions, which fake tensors lack. If attention is computed document by document, two documents per row are
+    assumed. If one kernel call computes all documents, one document is assumed, because the call saves equally many
+    bytes for any number."""
     at_once = on_card and run.product_bytes == 2 and (capability is None or capability >= 8.0)
     number = 1 if at_once else 2
 
@@ -226,8 +228,8 @@ def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[No
 
 
 def _here(run: Run) -> Run:
-    """Returns a copy of the run for the trace: on the CPU, where fake tensors are, even if its precision was configured
-    for a card, and without a drive."""
+    """Returns a copy of the run for the trace. Fake tensors are on the CPU, so `device`, and the device in the settings
+    of the precision, are set to cpu. The copy has no drive."""
     precision = {"precision": {"device": "cpu"}} if "device" in run.precision.arguments else {}
     in_memory = {"weights": {"drive": None}} if run.drive_folder is not None else {}
     return run.knowing(device="cpu", **precision, **in_memory)

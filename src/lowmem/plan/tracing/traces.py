@@ -1,6 +1,6 @@
 """Defines the result of a trace: sizes of the model, memory, and work.
 
-A field that does not apply to a run is 0. No field has a default, so `trace` cannot forget a field.
+A field that does not apply to a run is 0 or empty. No field has a default, so `trace` cannot forget a field.
 """
 
 from collections import Counter
@@ -36,15 +36,15 @@ class ModelSizes:
 class MemoryTrace(ModelSizes):
     """Memory of one window and one evaluation."""
 
-    parameters: int
-    largest: int  # elements of the largest parameter
+    parameters: int  # elements of all parameters of the full model
+    largest: int  # elements of the largest parameter of the full model
     weights: int  # bytes of weights on the device
     slots: int  # the part of `weights` that is slots for streamed blocks, in bytes
     host_bytes: int  # bytes of weights and masters in host memory
     unseen: int  # bytes of temporary memory inside the optimizer's operators, which the tracker does not see
     generated: bool  # whether torch.compile compiles the optimizer step
     workspace: int  # bytes of cuBLAS workspaces on a card, which the tracker does not see
-    leaves: int  # bytes of the largest gradient that leaves the device at once
+    leaves: int  # most bytes of gradients that leave the device at once
     ahead: int  # bytes of gradients that may wait on the device for their copy (`Link.ahead`)
     rounding: int  # bytes that pinned memory adds to `offloaded`: sizes are rounded up to powers of two
     places: dict[str, Point]  # place in a pass (`recorder.py`) -> point with the highest memory

@@ -1,10 +1,12 @@
 """Counts the bytes that a device receives from other devices in collectives: over the links inside its node, and over
 the links between nodes.
 
-For each collective, the lower bound is counted, which does not depend on the algorithm of the library:
+For each collective, the lower bound is counted, which does not depend on the algorithm of the library. The bytes per
+rank, for a full tensor of S bytes and n ranks, are:
 
-    all-gather, reduce-scatter of S bytes over n ranks    S (n - 1) / n per rank all-reduce
-    2 S (n - 1) / n: reduce-scatter, then all-gather send and receive                                      S
+    all-gather, reduce-scatter    S (n - 1) / n
+    all-reduce                    2 S (n - 1) / n    (a reduce-scatter, then an all-gather)
+    send, receive                 S                  (the sending rank counts S, too)
 
 Bytes from other nodes are received once per node; all ranks of the node receive equal shares of them. Source: Patarasu
 and Yuan 2009.
@@ -36,8 +38,9 @@ KINDS = {
 
 
 class Collective(NamedTuple):
-    """A kind of collective, or of a send or receive. Args: ranks: the participating ranks; waits: whether the device
-    waits for the result."""
+    """The properties of a collective, or of a send or receive, by which bytes are counted. Args: kind: "gather",
+    "reduce", "both" (all-reduce), "send" or "receive"; ranks: the participating ranks; waits: whether the device waits
+    for the result."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -61,7 +64,8 @@ NOTHING = Traffic()
 
 
 def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int] | None:
-    """Returns the kind of collective, and the bytes of the full tensor. None: the operator is not a collective."""
+    """Returns the properties of a collective, a send or a receive, and the bytes of its full tensor. None: the operator
+    is none of these."""
     if func.namespace not in SPACES:
         return None
     name = schema(func).name.split("::")[1].strip("_")

@@ -29,7 +29,7 @@ def log_access(drive: Drive | None) -> None:
 
 def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None) -> dict | None:
     """Returns the drive's figures for the summary; None without a drive or without a step. Figures per step are medians
-    of all steps except the first, which creates the optimizer state.
+    of all steps except the first, which creates the optimizer state. With a single step, they are that step's figures.
 
     Args:
         rows: rows of memory.csv.

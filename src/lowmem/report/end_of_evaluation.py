@@ -18,7 +18,7 @@ class EndOfEvaluation:
     Args:
         tokenizer: the run's tokenizer, for the computations.
         seed: the seed for random numbers of the computations, equal for all evaluations and ranks.
-        stop: knows whether the run is ending.
+        stop: the callback that knows whether a signal is ending the run.
         meter: measures the memory of the computations.
     """
 
@@ -31,8 +31,8 @@ class EndOfEvaluation:
 
     @contextmanager
     def computing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """Context manager for computations with the model: measures the memory of forward passes, applies the
-        precision's context for forward passes, and restores the random states at the end of the `with`."""
+        """Context manager for computations with the model: measures their memory (except in Lightning's sanity check),
+        applies the precision's context for forward passes, and restores the random states at the end of the `with`."""
         cards = [module.device] if module.device.type == "cuda" else []
         metered = nullcontext() if trainer.sanity_checking else self.meter.evaluating()
         with metered, torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():

@@ -12,8 +12,8 @@ class ExpertBalance:
     """Counts the tokens that each expert computes during training.
 
     If a router sends most tokens to a few experts, the other experts are hardly trained. Two kinds of blocks are not
-    counted: compiled blocks, and blocks whose experts do not receive the router's choice as indices, such as the blocks
-    of Llama 4.
+    counted: compiled blocks, and blocks whose experts receive the router's choice neither as indices nor as numbers of
+    tokens, such as the blocks of Llama 4.
 
     Args:
         model: hooks are registered on the experts of all its blocks.

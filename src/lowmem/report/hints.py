@@ -30,7 +30,8 @@ def tell_export(output_dir: Path) -> None:
 def tell_commands(
     output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int, prompt: Callable[[], str]
 ) -> None:
-    """Prints commands that users can copy: they generate text, evaluate the run, and resume the run.
+    """Prints commands that users can copy: a command that generates text, if a model was exported, and after training
+    also commands that evaluate and resume the run. Prints nothing for a run from a notebook.
 
     Args:
         output_dir: the run's folder.

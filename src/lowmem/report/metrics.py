@@ -197,7 +197,8 @@ class Metrics(Callback):
 
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float | None]) -> None:
         """Writes metrics to the file and to the loggers. The loggers get `train_loss` as "train/loss". A metric that is
-        None is an empty cell in the file, and is not sent to the loggers. Args: split: "train" or "val"."""
+        None is an empty cell in the file, and is not sent to the loggers. Perplexity is only sent to the loggers. Args:
+        split: "train" or "val"."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}

@@ -1,7 +1,7 @@
 """Calls a user's function (`metric=module.function`) at the end of each evaluation, and adds its values to the metrics.
 
-The function is (model, tokenizer) -> {name: value}. The function is also called once before the first step, so that its
-errors are found before training.
+The function is (model, tokenizer) -> {name: value}. Lightning's sanity check also calls the function once before the
+first step of a new run, so that its errors are found before training.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,14 @@ Metric = Callable[[torch.nn.Module, PreTrainedTokenizerBase], Mapping[str, float
 
 
 class OwnMetric(Callback):
-    """A callback that calls the user's function. Args: name: name of the function, for messages; metrics: gets the
-    values."""
+    """A callback that calls the user's function.
+
+    Args:
+        name: name of the function, for messages.
+        function: the user's function.
+        metrics: gets the values.
+        at_end: the context of computations at the end of an evaluation.
+    """
 
     def __init__(self, name: str, function: Metric, metrics: Metrics, at_end: EndOfEvaluation) -> None:
         self.name, self.function, self.metrics, self.at_end = name, function, metrics, at_end

@@ -99,8 +99,8 @@ def drawn(
 
 
 def thinned(rows: Iterable[dict], last: int) -> list[dict]:
-    """Returns fewer rows of memory.csv, without losing peaks. Of each interval of steps and for each column that is
-    drawn, the step with the highest value is kept, with all its rows.
+    """Returns fewer rows of memory.csv, without losing peaks. In each interval of steps, the step with the highest
+    value of a column is kept with all its rows, for each column that is drawn.
 
     Args:
         rows: rows of memory.csv, in order; an iterator is read lazily.

@@ -41,7 +41,7 @@ class Samples(Callback):
         length: maximum tokens of prompt and continuation together. The continuation has at most half of these tokens.
             The beginning of a prompt that is too long is cut off.
         file: a JSON lines file, to which a line is appended for each prompt and evaluation.
-        at_end: runs the computations.
+        at_end: the context of computations at the end of an evaluation.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int
 
 def prompts(setting: list | str) -> list[Prompt]:
     """Returns the prompts of `sample_prompts`. Args: setting: a list of prompts, or the path of a file with one prompt
-    per line. Each line of a .jsonl file is a JSON string, or an object with the field `prompt` or `messages`.
+    per line. Each line of a .jsonl or .ndjson file is a JSON string, or an object with the field `prompt` or
+    `messages`.
 
     Raises:
         Refused: the file cannot be read, a line is not a prompt, or the list is empty.
@@ -122,8 +123,8 @@ def _is_messages(prompt: object) -> bool:
 
 
 def _read(file: Path) -> list:
-    """Returns the prompts of a file, one per line. A .jsonl file is split into lines in the same way as the files of
-    data=."""
+    """Returns the prompts of a file, one per line. A .jsonl or .ndjson file is split into lines in the same way as the
+    files of data=."""
     try:
         if file.suffix.lower() in RECORDS:
             return [_of_json(line, number, file) for number, line in numbered(file)]

@@ -198,7 +198,7 @@ def _with_choice(figure: go.Figure, choices: dict[str, list]) -> go.Figure:
 
 
 def _front_last(every: Sequence[Figures]) -> Iterator[tuple[int, Figures]]:
-    """Returns runs with their indices, runs that stand out last, so that their curves are drawn on top."""
+    """Yields all runs with their indices. Runs that stand out come last, so that their curves are drawn on top."""
     return iter(sorted(enumerate(every), key=lambda pair: pair[1].stands_out))
 
 

@@ -1,4 +1,5 @@
 """Opens the csv files of a run, such as `metrics.csv`, and drops the rows after the step from which a run resumes.
+`cut_after` does the same for a file with one JSON object per line, `samples.jsonl`.
 
 Each row has a column `step`. Files are replaced atomically: if a process is killed while a run resumes, the file has
 either all old rows or only the kept rows.
@@ -15,11 +16,11 @@ from lowmem.system.atomic_files import atomic_write
 
 
 def open_csv(file: Path, columns: Sequence[str], until: float) -> tuple[TextIO, csv.DictWriter, dict[str, str]]:
-    """Opens a csv file to append rows, with the kept rows of an earlier run at its beginning.
+    """Opens a csv file to which rows are appended. Rows of an earlier run are kept up to the step `until`.
 
     Args:
         columns: the columns of new rows. Columns that only old rows have are kept.
-        until: keep old rows up to and including this step; 0 drops all rows.
+        until: the last step whose old rows are kept; 0 drops all old rows.
 
     Returns:
         The open file, its writer, and the last nonempty value of each column in the kept rows.

@@ -18,7 +18,7 @@ _OF_HOST = re.compile("can't allocate memory|Cannot allocate memory")
 
 
 class Refused(Exception):
-    """The run cannot work as requested. The message names the setting, says why it cannot work, and what to type
+    """The run cannot work as requested. The message names the setting, and says why it cannot work and what to type
     instead."""
 
 
@@ -38,7 +38,8 @@ class DriveFailed(Refused):
 
 
 class RankLost(Refused):
-    """Another rank has exited or does not answer. The message names the collective that waited for this rank."""
+    """Another rank has exited or does not answer. The message names the collective, or the task of rank 0, for which
+    this rank waited."""
 
 
 def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:

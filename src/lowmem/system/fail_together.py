@@ -20,7 +20,8 @@ class Ranks(Protocol):
 @contextmanager
 def fail_together(ranks: Ranks) -> Iterator[None]:
     """Context manager for work that every rank does, or that rank 0 does for all ranks. At the end of the `with`, the
-    ranks exchange whether their work succeeded. The work has no time limit.
+    ranks exchange whether their work succeeded. The work of rank 0 has no time limit. If another rank's work takes
+    longer than the timeout of collectives, the ranks that wait for it fail.
 
     Raises:
         RankLost: rank 0 was stopped or has exited before the end of the `with`.

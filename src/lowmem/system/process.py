@@ -1,5 +1,8 @@
-"""Asks the operating system about the memory, files and start time of this process, and about the memory of the
-machine."""
+"""Wraps calls to the operating system about this process and this machine.
+
+Some functions read the resident memory and the start time of the process, or the free memory and the processor of the
+machine. Other functions change the process: its limit of open files, its heap, and the pages that it keeps in memory.
+"""
 
 import ctypes
 import functools
@@ -46,14 +49,14 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Returns the peak resident memory since the last `reset_peak_rss` in bytes. Where the peak cannot be reset,
+    """Returns the peak resident memory in bytes since the last `reset_peak_rss`. Where the peak cannot be reset,
     returns the peak since the process started."""
     return rss_and_peak()[1]
 
 
 def rss_and_peak() -> tuple[int, int]:
-    """Returns `rss_bytes` and `peak_rss_bytes`. On Linux, a single read of `/proc/self/status` gives both values,
-    because the memory meter needs both several times per step."""
+    """Returns `rss_bytes` and `peak_rss_bytes`. The memory meter needs both values several times per step, so on Linux
+    a single read of `/proc/self/status` gives both."""
     try:
         with _STATUS.open("rb", buffering=0) as file:
             _, _, text = file.read().partition(b"VmHWM:")

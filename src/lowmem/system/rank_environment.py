@@ -1,10 +1,11 @@
-"""Reads the rank of this process from the environment variables that torchrun defines, and lets ranks report and agree.
+"""Reads the rank of this process from the environment variables that torchrun defines. Also lets a rank report how it
+ends, and lets ranks agree on the output folder.
 
 Ranks are started in one of two ways:
 
 - by lowmem's own command (`lowmem.command.launch`), which claims the output folder and collects the ranks' reports;
-- by torchrun. The ranks use torchrun's store (a TCPStore) to agree on the output folder, and to print an error that
-  several ranks have only once.
+- by torchrun. The ranks use torchrun's store (a TCPStore) to agree on the output folder. If several ranks have an equal
+  error, they also use the store so that only one of them prints the error to the terminal.
 
 This module imports torch only to use the store, so that a process knows its rank before torch is imported.
 """
@@ -141,11 +142,12 @@ def _shortened(message: str) -> str:
 
 
 def says(message: str) -> bool:
-    """Returns whether this rank prints an error on stderr.
+    """Returns whether the caller should print an error on this rank's stderr.
 
-    With lowmem's own command, all ranks except rank 0 print the error to their own logs, and the command prints the
-    error that a rank reports. With torchrun, the first rank that has the error also prints it to the terminal; a rank
-    whose output is redirected always prints the error to its own log.
+    With lowmem's own command, all ranks except rank 0 print the error to stderr, which is their own log, and the
+    command prints the error that a rank reports. With torchrun, a rank whose stderr is redirected to its own log prints
+    each error there, and if it is the first rank with this error, this function writes the error to the terminal. If
+    stderr is not redirected, only the first rank with the error prints it.
     """
     if of_run() is not None:
         return number() > 0

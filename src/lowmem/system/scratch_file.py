@@ -210,7 +210,8 @@ class ScratchFile:
 
 def _all_of(move: Callable[[int, memoryview, int], int], file: int, memory: memoryview, start: int) -> None:
     """Reads or writes all bytes of `memory`. A system call may transfer only some of the requested bytes; the next call
-    then continues at the last page boundary. Raises: OSError: a call transferred less than a page."""
+    then continues at the last page boundary. Raises: OSError: a call failed, or transferred less than a page although
+    more bytes were left."""
     done = 0
     while done < len(memory):
         count = move(file, memory[done:], start + done)

@@ -40,9 +40,9 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
         A function that installs the handlers again if other code has replaced them.
     """
     previous = {sent: signal.getsignal(sent) for sent in ENDING}
-    # Python allows signal handlers only in its main thread. None is a handler written in C, which could not be
-    # restored.
+    # None: C code has installed a handler, which Python could not restore.
     ours = [sent for sent, before in previous.items() if before not in (signal.SIG_IGN, None)]
+    # Python allows only its main thread to install handlers.
     ours = ours if threading.current_thread() is threading.main_thread() else []
     last = -ECHO_SECONDS
 

@@ -13,8 +13,9 @@ log = logging.getLogger(__name__)
 
 
 class Stop(Callback):
-    """A callback that ends training after a window, and an evaluation before the next micro-batch, if a signal was
-    received. A second signal ends the program immediately.
+    """A callback that ends training at `max_steps`. If any rank has received a signal, the callback ends training after
+    the current window, or a running evaluation before its next micro-batch. A second signal ends the program
+    immediately.
 
     Must be the first callback: if it stops an evaluation before a micro-batch, the hooks of the other callbacks do not
     run for that micro-batch.
@@ -50,7 +51,8 @@ class Stop(Callback):
             trainer.should_stop = True
 
     def _agree(self, module: LightningModule) -> None:
-        """Tells all ranks which signal any rank has received, so that all ranks end after the same window."""
+        """Tells all ranks which signal any rank has received, so that all ranks end after the same window. A collective
+        call."""
         if number := module.ranks.all_max(self._sent or 0):
             self.signal = signal.Signals(number)
 

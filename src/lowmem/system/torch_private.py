@@ -219,8 +219,8 @@ def has_memory_budget() -> bool:
 def open_checkpoint(again: Callable[[], None]) -> Iterator[None]:
     """Checkpoints a segment of code that this function does not call itself, such as several blocks of a model: the
     first `next` on the returned generator starts the segment, the second `next` ends it, and backward calls `again` to
-    recompute it. Instead: `torch.utils.checkpoint.checkpoint`, which calls a function. With this function, a segment
-    can only be a single block, so `every_k` and `sqrt` would have to be removed."""
+    recompute it. Instead: `torch.utils.checkpoint.checkpoint`, which calls a function. With `checkpoint`, a segment
+    could only be a single block, so `every_k` and `sqrt` would have to be removed."""
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as checkpointed
 
     # The caller saves random states for each block, because some models draw random numbers between two blocks.
@@ -274,8 +274,8 @@ def has_kernel(operator: str, key: str) -> bool:
 
 
 def cpu_multiplies_in(name: str) -> bool:
-    """Returns whether this CPU has instructions for matmuls in a 16-bit dtype; True if torch was built without oneDNN,
-    and so cannot tell. Args: name: "bf16" or "fp16". Instead: the flags in /proc/cpuinfo."""
+    """Returns whether this CPU has instructions for matmuls in a 16-bit dtype. Also returns True if torch was built
+    without oneDNN and therefore cannot tell. Args: name: "bf16" or "fp16". Instead: the flags in /proc/cpuinfo."""
     ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return ask is None or ask()
 
@@ -342,9 +342,10 @@ def hand_on_first_tokens() -> None:
 
 
 def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None:
-    """Returns `counted_first` (`hand_on_first_tokens`) of the document indices from which transformers made a mask
-    function. None if the mask, for rows of `tokens` tokens, does anything except causal masking within each document,
-    or if the loader did not set `counted_first`. Instead: evaluating the mask, which reads from the device."""
+    """Returns the list `counted_first` (see `hand_on_first_tokens`) of the document indices from which transformers
+    made a mask function. None if the mask, for rows of `tokens` tokens, does anything except causal masking within each
+    document, or if the document indices have no such list. Instead: evaluating the mask, which reads from the
+    device."""
     first, made_by, parts = None, set(), [mask_function]
     for part in parts:  # the loop appends to this list
         if isinstance(part, Tensor):

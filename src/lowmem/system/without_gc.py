@@ -1,4 +1,5 @@
-"""Pauses Python's garbage collector during imports and during a planner's search."""
+"""Pauses Python's garbage collector during imports, and while the planner searches recipes or traces a run in a
+separate process."""
 
 import gc
 import sys

@@ -1,10 +1,10 @@
 """Converts a validation loss to bits per byte of the predicted text, a unit that is comparable across tokenizers.
 
-For text without gaps, the token store knows the bytes of each document. For other data, such as the answers of a chat
-or separate documents, all labels are read once and the bytes of their text are counted. With a byte-level tokenizer,
-each token has a fixed number of bytes. With other tokenizers, a token that is decoded separately may lose a space or
-contain an incomplete character. So consecutive labels are decoded together with the tokens before them, and the bytes
-that the labels add to the text are counted.
+If all tokens of a split are labels, the token store knows the bytes of each document. For other data, such as the
+answers of a chat or separate documents, each process reads the labels of its device's rows once and counts the bytes of
+their text. With a byte-level tokenizer, each token has a fixed number of bytes. With other tokenizers, a token that is
+decoded separately may lose a space or contain an incomplete character. So consecutive labels are decoded together with
+the tokens before them, and the bytes that the labels add to the text are counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,8 @@ def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
 
 
 def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[MicroBatch]) -> tuple[int, int]:
-    """Returns the number of labels, and the bytes of their text, by reading all rows."""
+    """Returns the number of labels, and the bytes of their text, by reading all micro-batches. Returns (0, 0) for pairs
+    and rated answers, whose losses have no bits per byte."""
     count = text = 0
     special = [IGNORED, *tokenizer.all_special_ids]
 
@@ -50,7 +51,7 @@ def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[Micr
         return bytes_of(tokenizer, np.concatenate([before, run])) - bytes_of(tokenizer, before)
 
     for micro_batch in micro_batches:
-        if micro_batch.UNIT != "tokens":  # losses of pairs and of rated answers have no bits per byte
+        if micro_batch.UNIT != "tokens":
             return 0, 0
         count += micro_batch.learned_tokens
         inputs, labels = micro_batch.input_ids.numpy(), micro_batch.labels.numpy()

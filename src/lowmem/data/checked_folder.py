@@ -4,7 +4,7 @@ keeps its files in such folders.
 `meta.json` lists the size and the CRC-32 of every file, and the CRC-32 of this list. Opening a folder reads and checks
 all of its files, at about 1 GB/s. This takes less time than the SHA-256 of the source text, which every start computes
 anyway: the text has twice the bytes of its tokens, and SHA-256 runs at half the speed. The returned arrays are
-memory-mapped from the files that were checked, so another process may replace the folder while they are in use.
+memory-mapped from the files that were checked, so another process may replace the folder while the arrays are in use.
 """
 
 import json
@@ -72,7 +72,7 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
 def _inode(folder: Path) -> int | None:
     try:
         return folder.stat().st_ino
-    except FileNotFoundError:  # no earlier test could rule this out: another process may remove the folder at any time
+    except FileNotFoundError:  # a test before `stat` would not help: another process may remove the folder at any time
         return None
 
 

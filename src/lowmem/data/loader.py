@@ -39,7 +39,7 @@ class MicroBatch:
 
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: ignored by the loss
-    position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: each row is one document
+    position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: a row is one document
     real: Tensor | None = None  # (B, T) bool: False for filler after a row's last document; None: no filler
 
     @cached_property
@@ -55,9 +55,9 @@ class MicroBatch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns the keyword arguments of the model's forward pass: `input_ids`, and `position_ids` if rows contain
-        several documents. If `counted` was called, its result is attached to the position ids as `counted_first`, so
-        that `document_attention.py` does not copy the position ids from the device."""
+        """Returns the keyword arguments of the model's forward pass: `input_ids`, and `position_ids` unless it is None.
+        If `counted` has cached `first_tokens`, this list is attached to the position ids as `counted_first`, so that
+        `document_attention.py` does not copy the position ids from the device."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids}
         if (known := vars(self).get("first_tokens")) is not None:
@@ -116,7 +116,7 @@ class MicroBatch:
     @cached_property
     def first_tokens(self) -> list[int] | None:
         """Returns the index of the first token of each document in the concatenated rows, followed by the total number
-        of tokens. None: each row is one document."""
+        of tokens. The filler at the end of a row counts as a document. None: each row counts as a document."""
         if self.position_ids is None:
             return None
         begins = F.pad(self.position_ids.diff(dim=1) != 1, (1, 0), value=True)  # (B, T)
@@ -124,8 +124,8 @@ class MicroBatch:
 
     @property
     def known_learned_tokens(self) -> int | None:
-        """Returns `learned_tokens` if `counted` has counted them, else None. Never reads the labels, which may be on
-        the device."""
+        """Returns `learned_tokens` if this count is cached, for example by `counted`, else None. Never reads the
+        labels, which may be on the device."""
         return vars(self).get("learned_tokens")
 
 
@@ -163,7 +163,8 @@ class Rows:
     Args:
         seq_len: maximum tokens of a row.
         report: counts of included, cut and dropped documents, for the log.
-        without_gaps: True: rows are consecutive, and every token of the split except its first token is a label.
+        without_gaps: True: the rows are consecutive parts of the split, and every token is a label. (The first token of
+            the split is only an input.)
     """
 
     seq_len: int
@@ -221,15 +222,15 @@ class Rows:
 
 
 class Share(NamedTuple):
-    """A device's share of a global micro-batch, that is, of the micro-batches of all devices: the rank-th group of
-    `batch_size` rows."""
+    """A device's share of a global micro-batch, which consists of one micro-batch of each device. The share is the
+    rank-th group of `batch_size` sequences."""
 
-    batch_size: int  # sequences per micro-batch and device
+    batch_size: int  # sequences per micro-batch and device; a pair counts as one sequence
     rank: int = 0
     world_size: int = 1  # number of devices that read different rows
 
     @property
-    def rows_per_step(self) -> int:  # rows of one micro-batch of all devices
+    def rows_per_step(self) -> int:  # sequences of a global micro-batch
         return self.batch_size * self.world_size
 
     def places(self, rows: int = 1) -> slice:
@@ -245,10 +246,11 @@ class Share(NamedTuple):
 
 
 class WindowLoader:
-    """Yields windows endlessly, beginning at `position`.
+    """Yields windows endlessly, beginning at `position`. Each window has the micro-batches of one device.
 
     Args:
-        window_size: the number of micro-batches of a window. The last window of an epoch may have fewer.
+        share: the device's share of each global micro-batch.
+        window_size: returns the number of micro-batches of a window. The last window of an epoch may have fewer.
     """
 
     def __init__(
@@ -316,7 +318,8 @@ class WindowLoader:
 
 
 class ValidationLoader:
-    """Yields the first `limit` sequences of a validation set, in order, in micro-batches of the training size.
+    """Yields one device's share of the first `limit` sequences of a validation set, in order, in micro-batches of the
+    training size.
 
     Args:
         name: name of the validation set; empty if there is only one set.
@@ -328,8 +331,8 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """Returns the number of predicted tokens, for rows without gaps: all tokens except the first token of the
-        split."""
+        """Returns the number of predicted tokens on all devices, for rows without gaps: all tokens of these sequences
+        except the first token of the split."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:

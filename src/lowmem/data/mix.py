@@ -2,9 +2,10 @@
 tokens in the loss.
 
 Shares count labels and not rows, because a row of chat has fewer labels than a row of text. An epoch contains every row
-of every source at least once. If a source is too small for its share, its rows are repeated. The loader permutes the
-row numbers of an epoch by the seed alone, so resuming needs no further state. A checkpoint stores `Mixed.order`, which
-shows whether the sources or the shares have changed. Each source keeps its own validation set.
+of every source at least once. If a source is too small for its share, its rows are repeated. `WindowLoader` permutes
+the row numbers of an epoch by (seed, epoch), so resuming needs no further state. A checkpoint stores `Mixed.order`, and
+a resumed run compares it to detect changed sources or changed numbers of rows. Each source keeps its own validation
+set.
 """
 
 import logging
@@ -28,8 +29,16 @@ MOST = 1 << 30  # maximum rows of an epoch; a permutation of this many row numbe
 
 
 class Mix(Openable):
-    """A mixture of sources. Args: shares: name of a source -> its share of the labels; None: an epoch reads every row
-    of every source once."""
+    """A mixture of sources.
+
+    Args:
+        parts: name of a source -> the source.
+        shares: name of a source -> its share of the labels; None: an epoch reads every row of every source once.
+
+    Raises:
+        Refused: a source cannot be part of a mixture, settings of the sources contradict each other, or `shares` does
+            not name exactly the sources.
+    """
 
     name = "mix"
 
@@ -85,7 +94,7 @@ class Mix(Openable):
 
     def opened(self, wanted: RowSettings) -> Opened:
         tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
-        # before any source is read, so that documents of all sources begin and end with the same tokens
+        # before any source is tokenized, so that documents of all sources begin and end with the same tokens
         dress(tokenizer, self)
         wanted = wanted._replace(tokenizer=tokenizer)
         opened = {name: _opened(name, source, wanted) for name, source in self.parts.items()}

@@ -23,7 +23,7 @@ class RowSettings(NamedTuple):
     """The settings for making rows.
 
     Args:
-        bpe_size: vocabulary size of the tokenizer that is trained on the source if the model has none.
+        bpe_size: vocabulary size of the tokenizer that is trained on the source if `tokenizer` is None.
         special_tokens: special tokens of this new tokenizer, besides the end-of-text token.
     """
 

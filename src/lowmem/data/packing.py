@@ -1,9 +1,9 @@
-"""Packs the documents of a split into rows of at most `seq_len` tokens. `data.packing` selects one of three ways:
+"""Packs the documents of a split into rows of at most `seq_len` tokens. `data.packing` selects one of three methods:
 
-- `joined` concatenates all text and cuts it into full rows. No token is wasted, but a row may contain unrelated
-  documents.
+- `joined` concatenates all text and cuts it into full rows. Rows need no padding, but the tokens of a document also
+  attend to unrelated documents in their row.
 - `documents` packs complete documents into rows (best fit decreasing). The position ids start at 0 in each document, so
-  that tokens attend only to their own document (`model/packed_attention.py`).
+  tokens attend only to their own document (`model/packed_attention.py`).
 - `padded` gives each document its own row, which is padded at its end to the longest row of the micro-batch. In a
   causal model, padding at the end does not influence the tokens before it, so `padded` needs no attention mask. The
   price is the computation of the padding.
@@ -140,8 +140,8 @@ class _Apart(Rows):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Returns the length of each unit in tokens, (units,). A unit is placed in one row. Here a unit is a piece; in
-        `pairs.py` it is a pair."""
+        """Returns the length of each unit in tokens, (units,), by which units are packed or sorted. Here a unit is a
+        piece; in `pairs.py` a unit is a pair, and in `rated.py` a rated answer."""
         return self.pieces.lengths
 
     @property
@@ -236,9 +236,9 @@ class Padded(_Apart):
         return len(self.lengths)
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Sorts rows by length within pools of POOL rows, and shuffles the resulting micro-batches. The pools depend on
-        the seed alone. The micro-batch size decides which rows are batched together, so a resumed run must keep its
-        micro-batch size."""
+        """Sorts rows by length within pools of POOL rows, and shuffles the resulting micro-batches. The pools depend
+        only on the permutation. But `rows_per_step` decides which rows are batched together, so a resumed run must keep
+        the product of batch size and number of devices."""
         lengths = self.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
         # pools are sorted in alternating directions, so that a micro-batch across two pools does not mix long and short
@@ -321,7 +321,12 @@ def _sources(data: Mapping) -> Iterator[Mapping]:
 
 def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces, dict]:
     """Returns the pieces to learn from, in the split's order, and counts with the keys documents, cut, too_long and
-    nothing_to_learn."""
+    nothing_to_learn.
+
+    Raises:
+        TooLong: with too_long=refuse, a document is too long.
+        NothingToLearn: no piece has a token to learn.
+    """
     ends = np.asarray(split.ends, np.int64)
     lengths = np.diff(ends, prepend=0)
     above = lengths > seq_len
@@ -387,6 +392,7 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
 
     Args:
         lengths: (pieces,): the length of each piece, at most `room`.
+        room: tokens of a row.
 
     Returns:
         The indices of the pieces, row by row, and the number of pieces up to the end of each row.

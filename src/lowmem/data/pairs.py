@@ -5,8 +5,8 @@ rejected answer. Only tokens of the answers are labels. `PaddedPairs` gives each
 a pair are adjacent. `PackedPairs` fills rows with complete pairs. A pair is never split across micro-batches or
 devices, since its loss depends on both answers. `rated.py` makes rows of answers that were rated one by one.
 
-A batch contains the number of labels of each answer, so that pairs can be counted without reading tokens. For losses
-with a reference model, a batch also contains the log-probabilities of the answers under this model
+A batch contains the number of labels of each answer, so that pairs can be counted without reading their tokens. For
+losses with a reference model, a batch also contains the log-probabilities of the answers under this model
 (`training/reference.py`).
 """
 
@@ -54,8 +54,8 @@ class AnswerBatch(MicroBatch):
 
     @property
     def answers(self) -> Tensor:
-        """Returns for each token the index of its answer in the flattened `lengths`, (B, T). Tokens after the last
-        answer of a row have no labels and get the index of the last answer."""
+        """Returns for each token the index of its answer in the flattened `lengths`, (B, T). The filler after the last
+        answer of a row has no labels, and gets the next index of the row, or the row's last index if all are used."""
         rows, in_a_row = self.lengths.shape
         first = torch.arange(rows, device=self.labels.device)[:, None] * in_a_row
         if self.position_ids is None:
@@ -275,7 +275,7 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
         name: name of the split, train or val.
 
     Raises:
-        Refused: see `AnswerRows` and `_Pairs`.
+        Refused: see `AnswerRows._chosen` and `_Pairs._documents`; or pairs do not support this packing.
     """
     made = rows_class(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "pair"))

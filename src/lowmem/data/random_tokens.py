@@ -2,7 +2,7 @@
 access.
 
 Each time row i of a split is read, it is drawn again from the seed (seed, split, i), so nothing is stored. A model
-cannot learn from random tokens: the loss stays at the logarithm of the vocabulary size.
+cannot learn to predict random tokens: the validation loss stays at the logarithm of the vocabulary size or above.
 """
 
 from collections.abc import Iterator

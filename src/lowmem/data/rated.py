@@ -6,9 +6,9 @@ pair has both answers; for a single rated answer the document of the missing ans
 tokens is a unit: a desirable answer if the number of the document is even, an undesirable answer if the number is odd.
 
 KTO compares the reward of an answer with the rewards of mismatched answers. So a batch has two rows for each answer: a
-row with its own prompt and the answer, and a mismatched row with the same prompt and the answer to the next different
-prompt of the split. The mismatched row of an answer is the same in every epoch, so a reference model computes it only
-once. Mismatched rows are computed without gradients.
+row with the answer after its own prompt, and a mismatched row, in which the same prompt is followed by the answer to
+the next different prompt of the split. The mismatched row of an answer is the same in every epoch, so a reference model
+computes it only once. Mismatched rows are computed without gradients.
 """
 
 import logging
@@ -80,10 +80,10 @@ class Answer(NamedTuple):
 
 
 class RatedAnswers(PaddedAnswers):
-    """One row for each answer.
+    """Rows of rated answers: for each answer one row, and a mismatched row that `micro_batch` makes on demand.
 
     Raises:
-        Refused: all prompts are equal, so there is no mismatched answer.
+        Refused: see `AnswerRows._chosen`; or all prompts are equal, so there is no mismatched answer.
     """
 
     batch = RatedBatch
@@ -160,8 +160,8 @@ class RatedAnswers(PaddedAnswers):
         return ids[:begin], Answer(ids[begin:], learned[begin:])
 
     def _next_prompt(self, unit: int) -> int | None:
-        """Returns the next answer, in stored order with wrap-around, whose prompt differs from the prompt of `unit`;
-        None if all prompts are equal. The result is cached in `_others`."""
+        """Returns the index of the next answer, in stored order with wrap-around, whose prompt differs from the prompt
+        of `unit`; None if all prompts are equal. The result is cached in `_others`."""
         prompt, passed = self._read(unit)[0], []
         while self._others[unit] < 0:
             passed.append(unit)
@@ -182,7 +182,7 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
         name: name of the split, train or val.
 
     Raises:
-        Refused: see `RatedAnswers`.
+        Refused: see `RatedAnswers`; or `packing` is not padded.
     """
     made = rows_class(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "answer"))

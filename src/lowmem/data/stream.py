@@ -2,11 +2,14 @@
 that the interrupted run would have read next.
 
 Records are read in the order of the stream, in blocks of `data.block` records. The documents of a block are packed into
-rows, and the rows are permuted by (seed, epoch, block). A position consists of the stream's state before a block and
-the number of rows of the block that were used. To resume, the run loads this state and reads the block again. So a
-checkpoint stores only a few numbers. With packing=joined, the tokens at the end of a block that do not fill a row begin
-the next block; the state contains these tokens, which are fewer than a row. The shuffle buffer of `datasets` would be
-lost on a resume, and its documents would be read twice or never.
+rows, and the rows are permuted by (seed, epoch, block). While the training thread uses a block, a second thread reads,
+tokenizes and packs the next block (`Stream.blocks`).
+
+A position consists of the stream's state before a block and the number of rows of the block that were used. To resume,
+the run loads this state and reads the block again. With packing=joined, the tokens at the end of a block that do not
+fill a row begin the next block. The state contains these tokens, which are at most `seq_len`; otherwise it consists of
+a few numbers. The shuffle buffer of `datasets` is not used, because a resume would lose the buffer: its documents would
+be read twice or never.
 """
 
 import logging
@@ -80,8 +83,8 @@ class Stream(Openable):
         return Documents(split, self.seq_len, self.records.too_long, name)
 
     def blocks(self, state: dict | None) -> Iterator["RowBlock"]:
-        """Yields the blocks of an epoch, except blocks without a token to learn. Args: state: the state of the stream
-        from which to continue; None: begin after the validation rows."""
+        """Yields the blocks of an epoch, except blocks from which `rows_if_any` makes no rows. Args: state: the state
+        of the stream from which to continue; None: begin an epoch, after any validation rows."""
         stream = self.table.rows(self.table.splits["train"], state and state["stream"])
         held_out = self.val_rows if self.table.val_from_train else 0
         rows_to_read = islice(stream, 0 if state else held_out, None)
@@ -105,7 +108,7 @@ class Stream(Openable):
 
     def rows_if_any(self, split: Split) -> tuple[Rows | None, dict]:
         """Returns the rows of a block and counts of its documents. The rows are None if the block has no token to
-        learn."""
+        learn, or with packing=joined if it does not fill a row."""
         if len(split.ids) <= (self.seq_len if self.packing == "joined" else 0):
             return None, {}
         try:

@@ -1,9 +1,9 @@
 """Tokenizes a source once, stores the token ids on disk, and memory-maps them afterwards.
 
-The cache key is a digest of the bytes of every file, of the settings that change the tokens, and of the tokenizer. The
-cache takes 2 or 4 bytes of disk per token and 16 bytes per document, and one more bit per token if some tokens are not
-in the loss. Host memory holds only the pages that are read. While the cache is written, only a few MB of text are in
-memory at a time.
+The cache key is a digest of the source's content (the bytes of every file, or the commit of a data set of the hub), of
+the settings that change the tokens, and of the tokenizer. The cache takes 2 or 4 bytes of disk per token and 16 bytes
+per document, and one more bit per token if some tokens are not in the loss. Host memory holds only the pages that are
+read. While the cache is written, only a few MB of text are in memory at a time.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ COUNTED_AT_ONCE = 1 << 20  # tokens; as Python strings they take about 100 MB
 # of 2 MB takes minutes. Split into pieces of 256 bytes, the same word takes 6 s. The longest word in Python's standard
 # library has 80 bytes.
 LONGEST_WORD = 256
-# Maximum characters of text on which a BPE is trained, sampled evenly from the text. With more text the merges no
-# longer change, and the table of words takes more memory.
+# Characters of text on which a BPE is trained (see `_spread`). With more text the merges no longer change, and the
+# table of words takes more memory.
 LEARNED_FROM = 1 << 27
 LOOKED_AT = 10_000  # maximum distinct validation documents that are searched for in the training text
 
@@ -49,8 +49,8 @@ class Split:
         ids: (tokens,) uint16 or uint32.
         ends: (documents,) int64: number of tokens from the start of the split to the end of each document.
         text_bytes: (documents,) int64: bytes of text from the start of the split to the end of each document.
-        learned_bits: (tokens / 8,) uint8, a bit per token: 1 if the token is in the loss; None: every token is in the
-            loss.
+        learned_bits: (ceil(tokens / 8),) uint8, a bit per token: 1 if the token is in the loss; None: every token is in
+            the loss.
     """
 
     ids: np.ndarray
@@ -108,8 +108,8 @@ def tokenize(
         special_tokens: special tokens of the trained BPE, besides the end-of-text token.
 
     Raises:
-        Refused: a file cannot be read or is not text, the source is empty, more than half of the validation documents
-            are also training documents, or the disk is full.
+        Refused: the source cannot be read, a split has no text, more than half of the compared validation documents are
+            also training documents, a file changed while it was read, or the cache cannot be written.
     """
     if tokenizer:
         dress(tokenizer, source)
@@ -183,8 +183,9 @@ def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
-    """Returns everything that a tokenizer's ids depend on. (Two tokenizers with the same vocabulary may split words
-    differently.)"""
+    """Returns the values that identify a tokenizer in a cache key. For a fast tokenizer they contain the complete
+    tokenizer.json, because two tokenizers with the same vocabulary may split words differently. Args: older: the source
+    has data.bos=older, so the tokens that begin and end documents are left out."""
     around = [] if older else framing_of(tokenizer)[:2]
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None), *around]
@@ -220,7 +221,7 @@ def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
     """Yields the texts on which a BPE is trained: every n-th text, so that about LEARNED_FROM characters remain. Args:
-    size: bytes of all texts; None: unknown."""
+    size: bytes of all texts; None: unknown, so the first LEARNED_FROM characters are used."""
     every, taken = max(1, -(-(size or 0) // LEARNED_FROM)), 0
     for number, text in enumerate(texts):
         if number % every == 0 and taken < LEARNED_FROM:
@@ -274,10 +275,14 @@ def _write_split(
     dtype: str,
     document: Callable[[bytes], None],
 ) -> None:
-    """Writes the ids of all documents of a split.
+    """Writes the files of a split: the ids of all documents, the ends of documents in tokens and in bytes of text, and
+    the learned bits.
 
     Args:
         document: called with a digest of each document's ids.
+
+    Raises:
+        Refused: the split has no text.
     """
     digest, text = _digest(), 0
     with ExitStack() as stack:
@@ -305,7 +310,7 @@ def _digest():
     return hashlib.blake2b(digest_size=8)
 
 
-NO_TOKENS = _digest().digest()  # of an empty document, such as the missing second answer of a single rated answer
+NO_TOKENS = _digest().digest()  # the digest of an empty document, which replaces the missing answer of a rated answer
 
 
 def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -> Iterator[Encoded]:

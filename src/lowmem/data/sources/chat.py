@@ -3,7 +3,8 @@
 A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template renders a
 conversation to one text. Only the assistant's tokens, including the token that ends each answer, count in the loss
 (chat_template.py, chat_tokens.py). Mistakes that templates do not report are found before rendering, such as a message
-without a role, an answer that is blank, or a control token in a text. Such a record cannot be used.
+without a role, a conversation without an answer to learn, or a control token in a text. A record with such a mistake
+cannot be used.
 """
 
 from collections import Counter
@@ -56,7 +57,7 @@ class Chat(Encoder):
         self.opened: tuple[PreTrainedTokenizerBase, ChatTokens] | None = None
 
     def key(self) -> list:
-        """Returns the cache key, without the tokenizer's own template, which is in the tokenizer's part of the key."""
+        """Returns this encoder's part of the cache key. The tokenizer's own template is in the tokenizer's part."""
         how = [self.messages, self.assistant, REFUSE, REFUSE]
         return ["chat", VERSION, *how, self.source, str(TODAY), transformers.__version__]
 
@@ -67,8 +68,8 @@ class Chat(Encoder):
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Sets the tokenizer's template, which is saved with the tokenizer: the typed template, or ChatML for a
-        tokenizer that has ChatML's two tokens but no template. A tokenizer that is trained on conversations is of this
-        kind."""
+        tokenizer that has ChatML's two tokens but no template, such as a tokenizer that was trained on conversations.
+        With ChatML, also sets the end-of-text token to <|im_end|>."""
         self.tokenizer = tokenizer
         source = self.source
         if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
@@ -250,8 +251,13 @@ def _check_weights(messages: Messages) -> None:
 
 
 def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
-    """Refuses contents that are not text, or contain one of the template's control tokens. With such a token, the text
-    of a user could end the user's message and begin a message of the assistant."""
+    """Checks all strings of the messages and tools. A string must not contain a null character, an unpaired surrogate
+    or one of the template's control tokens (`ChatTemplate.in_text`). With a control token, the text of a user could end
+    the user's message and begin a message of the assistant.
+
+    Raises:
+        BadRecord: a string fails these checks.
+    """
     for number, message in enumerate([*messages, {"role": "", "tools": tools}], 1):
         where = f"message {number} ({message['role']})" if message["role"] else 'field "tools"'
         for text in _strings([value for key, value in message.items() if key != "role"]):
@@ -280,7 +286,7 @@ def _tools(fields: dict) -> list | None:
 
 
 def _read(template: str) -> str:
-    """Returns a file's content."""
+    """Returns the content of a template file."""
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:

@@ -48,7 +48,7 @@ class Replaced:
     """A conversation in which all parts, or a single part, are replaced by other values of the same type.
 
     Args:
-        only: the number of the part to replace; None: all.
+        only: the number of the part to replace; None: all; -1: no part.
         of: the index of the message whose parts are replaced; None: all messages and the tools.
 
     Attributes:

@@ -1,5 +1,5 @@
-"""Renders a conversation to text for training, and finds the characters that are learned. `chat_tokens.py` then
-tokenizes the text.
+"""Renders a conversation to text for training, and finds the characters that are learned. `chat.py` calls this module,
+and `chat_tokens.py` then tokenizes the text.
 
 If the template marks the assistant's text with `{% generation %}`, the marked text is learned. Otherwise an answer
 begins after its generation prompt (the earlier messages rendered with the header of an answer), and ends with the
@@ -85,8 +85,8 @@ class ChatTemplate:
         named: the name of `source` in messages.
 
     Raises:
-        Refused: the tokenizer has no template; jinja cannot parse it; or the tokenizer does not map tokens to
-            characters.
+        Refused: the tokenizer has no template, or does not map tokens to characters; or the template inserts today's
+            date in an unknown way.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, named: str = "") -> None:
@@ -142,6 +142,7 @@ class ChatTemplate:
 
         Raises:
             BadRecord: the template refuses the conversation, or drops a part of it.
+            Refused: the template is not valid Jinja.
         """
         everyone = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = everyone if answers is None else answers
@@ -356,7 +357,15 @@ class ChatTemplate:
             self.roles.add(role)
 
     def rendering(self, messages: Messages, tools: list | None = None, asks: bool = False) -> tuple[str, list[Span]]:
-        """Returns the rendered text and the spans that the template marks. Args: asks: append the generation prompt."""
+        """Returns the rendered text and the spans that the template marks.
+
+        Args:
+            asks: append the generation prompt; then no spans are returned.
+
+        Raises:
+            BadRecord: the template raises an error for this conversation.
+            Refused: the template is not valid Jinja.
+        """
         try:
             texts, spans = render_jinja_template(
                 [messages],

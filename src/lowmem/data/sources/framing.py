@@ -1,13 +1,15 @@
-"""Adds the tokens that begin and end a document, and decides which tokens of a record are learned.
+"""Adds the tokens that begin and end a document of text, and decides which tokens of a text record are learned. The
+sources in `text_files.py` and `records.py` call this module; a conversation is framed by its chat template instead.
 
 Documents are framed as the tokenizer's own call, `tokenizer(text)`, frames a text. A document begins with the tokens
 that this call puts before a text, such as <s>; these tokens are not learned. The document ends with the tokens that the
 call appends, or else with the end-of-text token. So training, samples, `generate=` and users of the exported tokenizer
-get identical ids. `data.bos=true` or false changes the tokenizer itself, before the first text is read.
+get identical ids. `data.bos=true` or false changes the tokenizer itself, before the first text is encoded.
 
 At inference the model gets the ids of the prompt alone. So prompt and completion are encoded together if the joint ids
-begin with the ids of the prompt. A completion that is encoded separately may begin with a wrong space, because
-SentencePiece tokenizers put a space before every text.
+begin with the ids of the prompt. Otherwise the completion is encoded after one of LEADS, and the ids of this lead are
+removed. A completion that is encoded without a lead may begin with a wrong space, because SentencePiece tokenizers put
+a space before every text.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class Framing(NamedTuple):
 
 
 def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | str = "auto") -> Framing:
-    """Returns the tokens that begin and end the documents of a tokenizer. Args: bos: `data.bos`."""
+    """Returns the tokens that begin and end documents. Args: tokenizer: its begin-of-text token has already been set by
+    `dress`; bos: `data.bos`, of which only the value "older" changes the result."""
     end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if bos == OLDER:
         return Framing([], end_of_text, apart=True)
@@ -152,10 +155,10 @@ def _continuation(
 
 def dress(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
     """Sets the chat template and the begin-of-text token of a tokenizer as a source requires, before the first text is
-    read.
+    encoded.
 
     Raises:
-        Refused: the tokenizer lacks the token, or cannot be changed.
+        Refused: the tokenizer lacks the begin-of-text token, or cannot be changed.
     """
     if source.chat:
         source.chat.dress(tokenizer)

@@ -51,16 +51,16 @@ def hub(  # noqa: PLR0913
     val_rows: int = 512,
     **how: str | bool | None,
 ) -> Records | Stream:
-    """Returns the source of a data set: a `Stream` with data.streaming=true. Args: how: further arguments of
-    `records`."""
+    """Returns the source of a data set: a `Stream` with data.streaming=true, else `Records`. Args: how: further
+    arguments of `records`."""
     table = Table(path, subset, {"train": split, "val": val_split}, val_fraction, revision)
     rows = records(table, "hub", **how)
     return Stream(rows, block, val_rows) if streaming else rows
 
 
 class FileRows:
-    """Iterates over the records of a split's files. The position can be saved and restored with the methods of
-    datasets.IterableDataset.
+    """Iterates over the records of a split's files. Like datasets.IterableDataset, it saves its position with
+    `state_dict` and restores it with `load_state_dict`.
 
     Args:
         read: yields the records of a file.

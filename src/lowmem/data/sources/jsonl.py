@@ -1,7 +1,7 @@
-"""Reads records from JSON-lines files (`data=jsonl`, `data=chat`), one line after the other, so that an error names the
-file and the line.
+"""Reads records from JSON-lines files, one line after the other, so that an error names the file and the line. Used by
+`data=jsonl` and `data=chat`, and for JSON-lines files of `data=preference` and `data=hub`.
 
-At most `LONGEST` bytes of a line are in memory.
+A line that is longer than `LONGEST` bytes is refused, and never completely in memory.
 """
 
 import json
@@ -13,7 +13,7 @@ from lowmem.data.sources.bad_record import BadRecord, kind
 from lowmem.data.sources.reading import UTF_8, readable
 from lowmem.data.sources.records import Record, Records, records_of_files
 
-LONGEST = 1 << 24  # bytes of a line
+LONGEST = 1 << 24  # maximum bytes of a line
 BOM = b"\xef\xbb\xbf"
 
 
@@ -32,7 +32,7 @@ def lines(file: Path) -> Iterator[Record]:
 
 def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, line) of every line that is not blank. Only a line feed ends a line, since JSON text may contain
-    any other separator. Lines that are too long are cut."""
+    any other separator. A line that is too long is cut to LONGEST + 1 bytes, which `value_of` refuses."""
     with file.open("rb") as stream:
         number = 0
         while line := stream.readline(LONGEST + 1):

@@ -104,7 +104,7 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
 def controls(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Returns a mapping from text to id of the tokenizer's control tokens. If a document contains the text of a control
-    token, it is encoded as the control token itself, for example as end of text."""
+    token, this text is encoded as the control token itself, for example as end of text."""
     return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 

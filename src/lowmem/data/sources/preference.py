@@ -1,9 +1,9 @@
 """Reads preference data (`data=preference`): pairs of a chosen and a rejected answer, or single rated answers.
 
 The record of a pair has the fields `prompt`, `chosen` and `rejected`. The record of a rated answer has `label`, and
-either `prompt` and `completion`, or `messages`, whose last message is the answer. All fields are texts, or all are
-lists of messages; the first record decides which of the two is read. Lists of messages in `chosen` and `rejected` may
-begin with the messages of the prompt, as in many data sets of the hub.
+either `prompt` and `completion`, or `messages`, whose last message is the answer. All answers of a data set are texts,
+or all are lists of messages; the first record with an answer decides which of the two is read. Lists of messages in
+`chosen` and `rejected` may begin with the messages of the prompt, as in many data sets of the hub.
 
 A record becomes two documents of the token store, the prompt with each answer (`data/pairs.py`), in which the answer is
 learned. For a single rated answer, an empty document takes the place of the other answer. Texts are encoded as prompt
@@ -160,7 +160,7 @@ class Preference(Records):
 
 class ByPrompt(Reader):
     """Wraps a reader to hold out prompts instead of single records. Several records may share a prompt (ranked answers
-    make several pairs); without this class, some of them could be in training and some in validation."""
+    make several pairs); without this class, one of these records could be in training and another in validation."""
 
     held_out_are = "prompts"
 
@@ -203,7 +203,7 @@ def is_hub_id(path: str) -> bool:
     Raises:
         Refused: the path neither exists nor is a valid id.
     """
-    # returns False, and does not raise, for a name that is too long
+    # os.path.exists returns False for a name that is too long, and does not raise an error
     if not path.strip() or os.path.exists(os.path.expanduser(path)):
         return False
     if HUB_ID.fullmatch(path) is None or FILE.search(path):
@@ -230,7 +230,7 @@ class AnswerEncoder(Encoder):
 
     Args:
         names: names of the record's fields.
-        first: returns the fields of the first record.
+        first: returns the fields of the first record that has an answer, or an empty dict.
         assistant, template, bos: see `Preference`.
     """
 
@@ -385,12 +385,12 @@ class AnswerEncoder(Encoder):
         return {name: {name: messages} | tools for name, messages in both.items()}
 
     def _continued(self, prompt: object, name: str, answer: object) -> object:
-        """Returns the messages of a prompt followed by its answer. If the answer already contains the prompt, or the
-        last messages of the prompt, these are not repeated. An answer that is not a list is returned unchanged, so that
-        its encoder refuses it.
+        """Returns the messages of a prompt followed by its answer. If the answer already contains the prompt, or begins
+        with the last messages of the prompt, these messages are not repeated. An answer that is not a list is returned
+        unchanged, so that its encoder refuses it.
 
         Raises:
-            BadRecord: the answer begins with a user message that is not the prompt.
+            BadRecord: the prompt ends with a user message, and the answer begins with a different user message.
         """
         prompt, messages = _listed(prompt), _listed(answer)
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -411,11 +411,14 @@ class AnswerEncoder(Encoder):
         return [*prompt, *messages]
 
     def _check_ends(self, both: Mapping[str, object]) -> None:
-        """Refuses conversations without a message before the answer, and conversations that do not end with an answer
-        of the assistant. With data.assistant=all, also refuses conversations that end with an empty answer.
+        """Checks that each conversation has a message before the answer, and ends with an answer of the assistant. With
+        data.assistant=all, this answer must not be empty.
 
         Args:
             both: conversations by the names of their fields.
+
+        Raises:
+            BadRecord: a conversation fails these checks.
         """
         for name, messages in both.items():
             roles = [_role(message) for message in messages] if isinstance(messages, list) else []

@@ -1,5 +1,5 @@
-"""Reads text files in blocks of characters, so that a complete file is never in memory, and computes the digests of
-files."""
+"""Helpers of all sources that read files. They read text files in blocks of characters, so that a complete file is
+never in memory, cut a text in two, compute the digests of files, and run an iterator in a second thread (`ahead`)."""
 
 import codecs
 import hashlib
@@ -68,10 +68,12 @@ class NotText(Refused):
 
 
 def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
-    """Yields the characters of a text file in blocks. With on_error=replace, invalid bytes become U+FFFD.
+    """Yields the characters of a text file in blocks. With on_error=replace, invalid bytes and zero bytes become
+    U+FFFD.
 
     Raises:
-        NotText: the file is not valid UTF-8, or contains zero bytes, as binary files do.
+        NotText: without on_error=replace, the file is not valid UTF-8, or contains zero bytes, as binary files do.
+        Refused: the file cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace" if on_error == "replace" else "strict")
     line, raw = 1, b"more"
@@ -102,9 +104,10 @@ def is_text(file: Path) -> bool:
 
 
 def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
-    """Returns the number of characters at the beginning of a text that are training text; the rest, about a share of
-    `tail`, is validation text. The text is cut at the end of a paragraph, or else of a line, or else of a word: the
-    last such end before the exact share, at most the length of the validation text away.
+    """Returns the number of characters at the beginning of a text that are training text. The remaining characters, a
+    share of about `tail`, are validation text. The text is cut at the end of a paragraph, or else of a line, or else of
+    a word: the last such end before the exact share, at most the length of the validation text away. If there is no
+    such end, the text is cut at the exact share.
 
     Args:
         text: returns the blocks of the text; called twice.

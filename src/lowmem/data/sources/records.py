@@ -1,8 +1,9 @@
-"""Turns records into documents. A `Reader` yields the fields of each record and its location, and an `Encoder`
-tokenizes the fields.
+"""Turns records into documents. A `Reader` yields each record's fields and location, and an `Encoder` tokenizes the
+fields. The sources of JSON lines, tables, data sets of the hub and preference data are `Records` with their own readers
+and encoders.
 
-Error messages name the file and line of a record. With data.skip_bad=true, records that cannot be used are left out and
-counted.
+Error messages name the file and the line or row of a record. With data.skip_bad=true, records that cannot be used are
+left out and counted.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Reader:
         """Yields the records from which a split is selected, in order. Each call starts again.
 
         Raises:
-            Refused: no record can be read.
+            Refused: a file or the data set cannot be read.
         """
         raise NotImplementedError
 
@@ -92,8 +93,8 @@ class Reader:
 
 
 class FileReader(Reader):
-    """The reader of records in files. With several files, some files are held out for validation; with a single file,
-    some of its records are held out.
+    """The reader of records in files. Without data.val_path, some of several files are held out for validation, or some
+    records of a single file.
 
     Args:
         settings: settings that change the records, for the cache key.
@@ -204,14 +205,19 @@ class Records(StoredSource):
         return super().rows(split, seq_len, name)
 
     def forget(self, split: SplitName) -> None:
-        """Resets the notes about left-out records of a split."""
+        """Resets the notes about the records of a split."""
         self._bad[split], self._counts[split] = [], [0, 0]
         self._told[split], self._repeats[split] = Counter(), Counter()
 
     def documents(
         self, records: Iterator[Record], split: SplitName, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Encoded]:
-        """Yields the documents of `records`, and counts the records that are left out."""
+        """Yields the documents of `records`, and counts the records that are left out. A second thread reads the next
+        batch of records while the calling thread encodes a batch.
+
+        Raises:
+            Refused: without `skip_bad`, a record cannot be used.
+        """
         for batch in ahead(batches(records, lambda record: max(len(record.identity), SMALLEST))):
             self._counts[split][1] += len(batch)
             usable = [record.fields for record in batch if not isinstance(record.fields, BadRecord)]
@@ -393,7 +399,7 @@ def encoder(
         chat: further arguments for conversations.
 
     Raises:
-        Refused: keys of several encoders, or incomplete keys.
+        Refused: keys of several encoders are typed, a key is missing, or data.bos or data.template cannot be used.
     """
     checked_fields(field, prompt, completion, messages)
     if messages:
@@ -430,8 +436,9 @@ def begins_with(text: str, prompt: str) -> bool:
 
 
 def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> float:
-    """Returns the share of records to hold out for validation. `val_fraction` is raised if it would hold out fewer than
-    `least` different records, but at most to half of the different records."""
+    """Returns the threshold for `place`: records with a smaller hash are held out for validation. The threshold is
+    `val_fraction`, unless fewer than `least` different records would be held out. Then the threshold is raised until
+    `least` are held out, or half of the different records if these are fewer, but at least one record."""
     lowest: list[float] = []  # the smallest hashes (`place`) of different records, ascending
     for record in records:
         number = place(record)
@@ -444,6 +451,6 @@ def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> f
 
 
 def place(record: bytes) -> float:
-    """Returns a stable hash of a record, from 0 to 1. Records with a hash below `val_fraction` are validation, so
-    adding data never moves a record to the other split."""
+    """Returns a stable hash of a record, from 0 to 1. Records with a hash below the threshold from `held_out` are
+    validation. So adding data does not move a record to the other split, unless the threshold changes."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64

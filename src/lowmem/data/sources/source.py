@@ -1,9 +1,9 @@
 """Defines the interface of data sets. To the token store, a data set is a `Source`: a sequence of documents of token
 ids.
 
-Each `conf/data/<kind>.yaml` names a class or function that creates a source. Creating a source reads only file names,
-which is enough for the planner and the checks at the start of a run. `text_files.py` has the sources of text files, and
-`records.py` the sources of records.
+Each `conf/data/<kind>.yaml` names a class or function that creates a source. Creating a source lists files but does not
+read data, so it is cheap enough for the planner and the checks at the start of a run. `text_files.py` has the sources
+of text files, and `records.py` the sources of records.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ REFUSE = "refuse"
 class Encoded(NamedTuple):
     """A document, or a part of a document that is too long to be encoded at once."""
 
-    ids: np.ndarray | list[int]  # including the tokens that begin and end it, see `framing.py`
+    ids: np.ndarray | list[int]  # including the tokens that begin and end the document, see `framing.py`
     learned: np.ndarray | None  # (len(ids),) bool; None: all tokens are learned
-    text_bytes: int  # bytes of the encoded text, without the tokens that begin and end it
+    text_bytes: int  # bytes of the encoded text, without the tokens that begin and end the document
     ends: bool = True  # False: more of this document follows
 
 
@@ -113,11 +113,11 @@ class Source:
         """Yields every document in order; each call starts again. The token store (`data/token_store.py`) calls this.
 
         Raises:
-            Refused: a file cannot be read or is not text.
+            Refused: a file cannot be read or is not text, a record cannot be used, or the split is empty.
         """
         raise NotImplementedError
 
     def notes(self) -> list[str]:
-        """Returns messages about records that were left out while encoding. The log shows them whenever the cache is
-        used."""
+        """Returns messages about the encoded data, for example about records that were left out. The log shows these
+        messages whenever the cache is used."""
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""Reads rows of csv and parquet files one by one (`data=csv`, `data=parquet`), so that neither a complete file nor a
-row group is in memory.
+"""Reads rows of csv files one by one, and rows of parquet files in groups of AT_ONCE (`data=csv`, `data=parquet`), so
+that neither a complete file nor a row group is in memory.
 
 This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`. `datasets` reads csv with pandas,
 which turns an empty text or "NA" into null and 1.0 into a number, and reads parquet with a scanner that keeps full row
@@ -20,7 +20,7 @@ from lowmem.data.sources.records import FIELDS, BadRecord, Record, Records, iden
 from lowmem.system.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # names of delimiters for the command line
-LONGEST = 1 << 28  # characters of a cell: a longer cell means that a quotation mark is missing
+LONGEST = 1 << 28  # maximum characters of a cell; a longer cell means that a quotation mark is missing
 AT_ONCE = 64  # rows of parquet that are read at once; conversations of 100 kB each take 6 MB
 BUFFER = 1 << 20  # bytes of a parquet column that are read at once
 TOOLS = "tools"  # the column with the tools of a conversation, like the field `tools` of JSON records
@@ -58,8 +58,8 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
     last line.
 
     Raises:
-        Refused: a column is missing, the file is not valid UTF-8, or a quotation mark is missing, so that the rest of
-            the file is ambiguous.
+        Refused: the file cannot be read or is not valid UTF-8; a column is missing or not unique; or a quotation mark
+            is missing or a carriage return is not quoted, so that the following rows are ambiguous.
     """
     csv.field_size_limit(LONGEST)
     with readable(file), file.open("rb") as stream:
@@ -100,7 +100,7 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
     """Yields the values of these columns in each row, and of the optional columns that the file has.
 
     Raises:
-        Refused: the file is not parquet, is damaged, or lacks a column.
+        Refused: the file cannot be read, is not parquet, is damaged, or lacks a column.
     """
     import pyarrow
     from pyarrow import parquet
@@ -130,8 +130,8 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
 def without_schema(fields: dict) -> dict:
     """Returns the columns of a row without nulls in nested objects. A parquet schema gives every object all keys of its
     column, with null for the keys that the object lacks. Without this function, these nulls would be rendered, for
-    example in the arguments of a tool call. A null of the original data cannot be distinguished from them and is
-    removed, too. (Nulls in JSON lines are kept.)"""
+    example in the arguments of a tool call. A null of the original data cannot be distinguished from a null of the
+    schema, so it is removed, too. (Nulls in JSON lines are kept.)"""
     return {name: _present(value) for name, value in fields.items()}
 
 

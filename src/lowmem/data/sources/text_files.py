@@ -1,8 +1,10 @@
 """Finds and tokenizes text files (`data=text`, `data=stdlib`), and selects the files that are held out for validation.
+Sources of records also find their files with `find_files`.
 
 Training and validation are split *by file*, because a split inside files could put the first half of a function into
-training and the second half into validation. Only a corpus of a single file is cut, near the end of the file. Creating
-a `Corpus` reads only the names and sizes of files.
+training and the second half into validation. Only a corpus of a single file is cut: its last part is validation.
+Creating a `Corpus` reads only the names and sizes of files. While a batch of text is tokenized, a second thread reads
+the next batch.
 """
 
 from __future__ import annotations
@@ -187,10 +189,10 @@ def find_files(
     Args:
         val_path: one or several paths. The files of the first path are the validation split; the files of all paths are
             excluded from training.
-        usable: returns the matching files that can be read.
+        usable: returns the files to use, from a list of the matching files.
 
     Raises:
-        Refused: no file was found, or no file is left for training or validation.
+        Refused: a path, `pattern` or `val_fraction` is invalid, no file was found, or no file is left for training.
     """
     # several named sets; training/build.py passes each set of data.val_path separately
     if isinstance(val_path, Mapping):
@@ -296,8 +298,8 @@ def _plain(files: Sequence[Path], on_error: str) -> list[Path]:
 
 
 def split(root: Path, files: list[Path], val_fraction: float) -> Files:
-    """Holds out complete files, in the order of a hash of their names, until `val_fraction` of the bytes is reached. A
-    single file provides both splits."""
+    """Holds out complete files, in the order of a hash of their names, until `val_fraction` of the bytes is reached. At
+    least one file remains for training. A single file provides both splits."""
     if not 0.0 < val_fraction < 1.0:
         raise Refused(
             f"data.val_fraction={val_fraction}: type a fraction between 0 and 1, such as data.val_fraction=0.05."

@@ -27,10 +27,10 @@ from lowmem.system.units import GIB, MIB
 SPARE = 0.02  # share of a bare size that is kept free
 CONTEXT = GIB // 2  # bytes, assumed for a card without a name; includes LATER; only the largest cards need more
 COMMUNICATOR = 512 * MIB  # buffers of NCCL per process group: 0.5 to 1 GiB were reported (nccl#864, nccl#1685)
-# for kernels that are loaded at their first call: 20 to 70 MiB were published; 158 were measured on an H200
+# bytes for kernels that are loaded at their first call: 20 to 70 MiB were published; 158 MiB were measured on an H200
 LATER = 160 * MIB
 # dtype -> the lowest compute capability with hardware for matmuls in this dtype. Cards without tensorfloat32 compute in
-# fp32, so every card accepts it.
+# fp32, so every card accepts tensorfloat32.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
 # Bytes of a cuBLAS workspace. torch's allocator keeps one workspace for each thread that has run a matmul. The sizes
 # are from getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and were confirmed on an H200.
@@ -75,8 +75,13 @@ class Card:
     name: str | None = None
 
     def multiplies(self, dtype: str) -> bool:
-        """Returns whether the card has hardware for matmuls in this dtype. Without this hardware, bf16 is emulated:
-        torch reports that such a card supports bf16, but a matmul takes twice as long as in fp32."""
+        """Returns whether the card has hardware for matmuls in this dtype; True if its compute capability is unknown.
+        Without this hardware, bf16 is emulated: torch reports that such a card supports bf16, but a matmul takes twice
+        as long as in fp32.
+
+        Raises:
+            Refused: MULTIPLIES does not list the dtype.
+        """
         if dtype not in MULTIPLIES:
             raise Refused(
                 f"It is not known which cards have matrix products in {dtype}. Add {dtype} to MULTIPLIES in "

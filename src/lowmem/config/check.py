@@ -1,9 +1,12 @@
-"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Independent errors are
-reported together, one sentence each.
+"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Errors of independent
+keys are reported together, one line each.
 
-`settled` and `check_places` are cheap and run first, before torch is imported. `check` then imports the classes that a
-yaml names. Errors that show only in the data or in the weights are raised later, also as `Refused`, by the code that
-reads the data or the weights.
+    settled         first, in train.py and plan.py: values. torch is not imported yet
+    check_places    next, in train.py only: files and folders. torch is not imported yet
+    check           at the start of `fit` and of a plan: imports the classes that a yaml names
+
+Errors that show only in the data or in the weights are raised later, also as `Refused`, when the data or the weights
+are read.
 """
 
 import inspect
@@ -86,7 +89,11 @@ def check(run: Run, choices: Mapping[str, str]) -> None:
 
 
 def check_values(run: Run) -> None:
-    """Checks combinations of values. `schema.py` has checked their types and ranges."""
+    """Checks combinations of values, whose types and ranges `schema.py` has checked.
+
+    Raises:
+        Refused: values contradict each other, or the package gguf is needed but not installed.
+    """
     if len(works := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
         raise Refused(f"{' and '.join(works)}: one command can use only one of these keys. Leave the others out.")
     if run.push is not None and (run.evaluate is not None or run.generate is not None):
@@ -139,11 +146,12 @@ def _check_data(run: Run) -> None:
 
 
 def check_places(run: Run) -> None:
-    """Checks that named files and folders exist or can be created. The code that reads them checks again; this check
-    runs before torch is imported.
+    """Checks the files, folders and encodings that keys name, before torch is imported. The code that reads the files
+    checks again.
 
     Raises:
-        Refused: a named run, file, folder or encoding does not exist, or no file can be written to weights.drive.
+        Refused: a named run, file, folder or encoding does not exist, no file can be written to weights.drive, or keys
+            of data= or weights= contradict each other.
     """
     for key in OF_A_RUN:
         if (
@@ -190,8 +198,8 @@ def _check_drive(folder: str) -> None:
 
 
 def _check_texts(section: str, data: Mapping) -> None:
-    """Checks the files of a data source. Hub ids are checked later, when the hub is asked, and sources outside lowmem
-    are not checked.
+    """Checks the files of a data source, and the keys that select its fields. Hub ids are checked later, when the hub
+    is asked, and sources outside lowmem are not checked.
 
     Args:
         section: key of the source, `data` or `data.parts.<name>`.
@@ -219,7 +227,7 @@ def no_such_run(key: str, place: str) -> Refused:
 
 
 def check_hub_id(key: str, name: str) -> None:
-    """Raises Refused for a name that is neither a folder on this machine nor a valid hub id."""
+    """Raises Refused for a name that cannot be a hub id. Called for names that are not folders on this machine."""
     if name.startswith(("/", "~", ".")) or name.count("/") > 1:
         raise Refused(f"{key}={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
 
@@ -249,8 +257,8 @@ def _is_count(value: object) -> bool:
 
 
 def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
-    """Yields a sentence for each `_target_` that cannot be imported, and for each key that the class or function of a
-    `_target_` does not accept."""
+    """Yields a message for each `_target_` that cannot be imported, for each key that the class or function of a
+    `_target_` does not accept, and for each switch whose value is not true or false."""
     for path, node in targets(run.as_dict()):
         group = next((key for key in reversed(path) if key in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
@@ -287,7 +295,7 @@ def moved(target: str) -> str:
 
 
 def _savers(run: Run) -> Iterator[str]:
-    """Yields a sentence for each callback that would save its own checkpoints. Such checkpoints are saved between the
+    """Yields a message for each callback that would save its own checkpoints. Such checkpoints are saved between the
     micro-batches of a window, and are not verified."""
     from lightning.pytorch.callbacks import Checkpoint
 

@@ -5,17 +5,18 @@ Each conf/<group>/<name>.yaml is a technique, and lists its properties under `de
 and strategies are lowmem's own classes. Properties that follow from the code of such a class are class attributes, and
 are read through `Run`, as in `run.loss_class.head_in_tiles`.
 
-Each kind of technique has a base class. Its docstrings say who calls which method, with which shapes and dtypes.
-Optional methods have a default in the base class, so that no caller needs `hasattr`:
+Each kind of technique has a base class. The docstrings of a base class say who calls which method, with which shapes
+and dtypes. Optional methods have a default in the base class, so that no caller needs `hasattr`:
 
-    an optimizer       torch's; `OnePass` or `InPieces` of `step/one_weight.py` if it updates 16-bit weights itself
+    an optimizer       torch's `Optimizer`; `OnePass` or `InPieces` of `step/one_weight.py` if the optimizer updates
+                       16-bit weights itself
     a precision        `BasePrecision` of `techniques/precision/contract.py`, or its `SixteenBitWeights`
     a loss             `Loss` of `techniques/loss/cross_entropy.py`
     an adapter         `Adapter` of `techniques/adapter/contract.py`
     a strategy         `OneDevice` of `techniques/strategy/contract.py`
     a data set         `StoredSource` of `data/opening.py`; `Openable` if it stores no tokens on disk
     a kind of record   `Encoder` of `data/sources/source.py`
-    a way to make rows `Rows` of `data/loader.py`
+    rows of tokens     `Rows` of `data/loader.py`
     a quantized layer  `Packed` of `model/trainable.py`
 """
 

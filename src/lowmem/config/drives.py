@@ -1,8 +1,8 @@
 """Describes the drive of a run or a plan: the folder for masters and optimizer state that do not fit in host memory,
 and the bytes that may be stored there.
 
-plan.py's `drive=` is either a folder of this machine, whose free space counts, or the size of a planned drive. The
-sizes of drives are sold in powers of ten, so a size may also end in GB or TB. This module does not import torch.
+plan.py's `drive=` is either a folder of this machine, whose free space counts, or the size of a planned drive. Drives
+are sold by decimal sizes, so a size may also end in GB (10**9 bytes) or TB. This module does not import torch.
 """
 
 import re
@@ -29,7 +29,7 @@ class DriveSpace:
 
 
 def space(folder_or_size: str | None, folder: str | None = None) -> DriveSpace | None:
-    """Returns the space on a drive, or None if the run uses none.
+    """Returns the space on a drive, or None if the run uses no drive.
 
     Args:
         folder_or_size: plan.py's `drive`.

@@ -1,9 +1,10 @@
-"""Declares every key once: its type, its range, and how an error message describes a valid value.
+"""Declares every key once: its type, its range, and how an error message describes a valid value. `check.py` checks the
+composed config with `errors`, and `Run` (`settle.py`) derives its attributes from `Keys`.
 
 `Keys` declares the keys of conf/config.yaml. The yaml of a technique needs no entry here: its values show the types of
-its arguments, and `ARGUMENTS` adds ranges for names that have the same meaning in all classes of `PACKAGES`. About
-classes of other packages, only the names of arguments are known, from the signature of the class (`check.py`). This
-module imports nothing heavy.
+its arguments, and `ARGUMENTS` adds ranges for names that have the same meaning in all classes of `PACKAGES`. The values
+of arguments for classes of other packages are not checked, unless they are interpolations; `check.py` checks the names
+of these arguments. This module imports nothing heavy.
 """
 
 import re
@@ -114,8 +115,8 @@ class Section(BaseModel):
 
 
 class Node(BaseModel):
-    """A node with a `_target_`: the class or function to call, and its arguments. The function `arguments` returns the
-    types of the arguments."""
+    """A node with a `_target_`: the class or function to call, and its arguments. The function `arguments` of this
+    module returns a schema with the types of the arguments."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     target: Text = Field(alias="_target_")
@@ -348,7 +349,7 @@ OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 
 
 def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Returns a sentence for every wrong value and for every unknown key.
+    """Returns a message for every wrong value and for every unknown key.
 
     Args:
         values: the resolved config.
@@ -379,7 +380,7 @@ def arguments(identity: str) -> type[BaseModel]:
 
 @cache
 def _texts() -> tuple[str, ...]:
-    """Reads every yaml of conf/ once, since each `_target_` is searched for in all of them."""
+    """Returns the text of every yaml of conf/, read once, since each `_target_` is searched for in all files."""
     return tuple(file.read_text(encoding="utf-8") for file in sorted(CONF.rglob("*.yaml")))
 
 

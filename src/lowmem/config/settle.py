@@ -182,8 +182,8 @@ class Run(schema.Keys):
 
     @cached_property
     def windows(self) -> WindowSize | None:
-        """Returns the number of micro-batches of each window; None with batch_size=auto, before the search has found a
-        batch size."""
+        """Returns the `WindowSize` of the run, which gives the number of micro-batches of each window. Returns None
+        with batch_size=auto, before the search has found a batch size."""
         if self.batch_size == "auto":
             return None
         shared = {"devices": self.data_ranks} if self.accumulation.arguments.get("devices") == 1 else {}
@@ -233,8 +233,8 @@ class Run(schema.Keys):
 
     @property
     def product_bytes(self) -> int:
-        """Returns the bytes per element of activations, and of weights and gradients that are copied between host and
-        device. All of these have the dtype of matmul inputs."""
+        """Returns the bytes per element of matmul inputs, and of the weights and gradients that are copied between host
+        and device."""
         return self._precision_class.dtype.itemsize
 
     @property
@@ -325,8 +325,8 @@ def run_of(lines: Iterable[str], name: str = "config") -> Run:
 
 
 def _class_of(node: schema.Node, base_name: str) -> type:
-    """Returns the class of a node if it derives from the base class, else the base class. Classes are given by name,
-    since importing them imports torch."""
+    """Returns the class of a node if it derives from the base class, else the base class. The base class is given by
+    name, since importing it imports torch."""
     kind, base = get_object(node.target), get_object(base_name)
     return kind if isinstance(kind, type) and issubclass(kind, base) else base
 

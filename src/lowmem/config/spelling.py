@@ -112,8 +112,8 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
 
     Raises:
         Refused: a line removes a needed group, names a choice that does not exist or was removed, names an empty
-            folder, changes a declared property of a technique, or uses glob() for a key that is not a group; or two
-            alternative keys are both set.
+            folder, changes a declared property of a technique, sets `hydra` itself, or in a sweep uses glob() for a key
+            that is not a group; or two alternative keys are both set.
     """
     keys = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
     for name, alternative in EITHER:
@@ -258,7 +258,8 @@ def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:
 
 
 def _chosen(line: str) -> list[str]:
-    """Returns the choices in an override of a group: one choice, or several choices in a sweep."""
+    """Returns the choices in an override of a group: one choice, or several choices in a sweep. Returns an empty list
+    for an override that removes the group, and for a function that cannot be expanded."""
     value = unquoted(quoted(line)).partition("=")[2]
     return [] if FUNCTION.fullmatch(value) or line.startswith("~") else re.split(r",\s*", value.strip("[]"))
 

@@ -1,4 +1,4 @@
-"""Handles overrides (key=value): converts the lines that users type to lines that Hydra reads, and composes the config.
+"""Handles overrides (key=value): converts typed overrides to the form that Hydra reads, and composes the config.
 
 The command line uses this module before anything heavy is imported, so this module does not import torch.
 """

@@ -29,7 +29,7 @@ def checked_on_error(on_error: str) -> str:
 
 
 def checked_fields(field: str | None, prompt: str | None, completion: str | None, messages: str | None) -> None:
-    """Raises Refused for keys of several kinds of record, and for a prompt key without a completion key."""
+    """Raises Refused for keys of several kinds of record, and for a prompt or completion key without the other key."""
     kinds = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
     if len(kinds) > 1:
         raise Refused(

@@ -262,7 +262,10 @@ def run(cfg: DictConfig) -> float:
     job; each job of a sweep runs in its own process.
 
     Returns:
-        The validation loss; nan after a failure.
+        The validation loss; nan after a failure, and for work without a summary.
+
+    Raises:
+        Ended: a signal has interrupted the run, which wrote a checkpoint; or has ended the run immediately.
     """
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
@@ -281,8 +284,8 @@ def run(cfg: DictConfig) -> float:
 
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
-    """Trains, evaluates, exports, generates or shows rows, as the run's keys say. Returns the summary; None if the job
-    has no summary, or if only rank 0 does the work."""
+    """Trains, evaluates, exports, generates or shows rows, as the run's keys say. Returns the summary; None for work
+    without a summary, and in every other rank if only rank 0 does the work."""
     if rank_environment.number() and _works_alone(run):
         return None
     check_places(run)
@@ -337,7 +340,11 @@ def _plan(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str])
 
 def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
     """Calls a job and returns its result. After a failure, returns None, and `start` prints the error message at the
-    end."""
+    end.
+
+    Raises:
+        Ended: a signal has ended the job immediately.
+    """
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
     # with interpolations, which are resolved when the config is composed

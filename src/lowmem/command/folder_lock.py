@@ -1,4 +1,5 @@
-"""Locks a run's folder before anything is written to it, and restores the folder if the run is refused.
+"""Locks the folder of a run, plan or sweep before anything is written to it, and restores the folder if the command
+fails before it has written files of its own.
 
 Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes, locks
 the folder. A new folder belongs to the process that created it. Every folder stays locked until the command exits, so
@@ -292,8 +293,8 @@ def _locked(folder: Path, created: list[Path]) -> Claimed | None:
 
 def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> bool:
     """Returns whether a command may write to a folder that is not empty. The command may write if `resume=` is auto, or
-    names the folder or a checkpoint in the folder. A new plan may overwrite a plan, and a new evaluation or export the
-    results of an earlier one.
+    names the folder or a checkpoint in the folder. A new plan may overwrite an earlier plan, and a new evaluation or
+    export may overwrite the results of an earlier evaluation or export.
 
     Args:
         plans: whether the command is plan.py.

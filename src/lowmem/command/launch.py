@@ -51,8 +51,8 @@ CAUSES = ("killed", "failed", "ended", "aborted", "lost", "not uploaded")
 
 
 class RankEnded(Refused):
-    """Raised by the launcher if a rank has failed. The message names the rank and shows its last output, or is the
-    error that all ranks reported."""
+    """Raised by the launcher if a rank has failed. The message is the error that all ranks reported, or it names the
+    rank and contains the rank's own report or last output."""
 
 
 @dataclass
@@ -85,7 +85,8 @@ class Rank:
 
     def runs(self) -> bool:
         if self.code is None:
-            self.code = self.process.poll()  # the report is read after this: it was written before the process ended
+            # before the report is read, because a process that has ended may have written its report just before
+            self.code = self.process.poll()
             self._hear()
             if self.at == 0.0 and (self.code is not None or self.report):
                 self.at = time.monotonic()
@@ -282,7 +283,7 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
 
 def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
     """Returns the error message for the rank that ended the run. If all ranks reported the same error, the message
-    names no rank. If the rank has crashed, also writes the message to failed.txt."""
+    names no rank. Otherwise, if the rank sent no report or a traceback, also writes the message to failed.txt."""
     reported = rank.report.get("said")
     if reported and all(other.report.get("said") == reported for other in ranks):
         return reported

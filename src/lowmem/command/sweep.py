@@ -1,10 +1,10 @@
 """Runs the jobs of a sweep (-m), each as a command in its own process, and prints the table of results.
 
 Hydra's basic launcher runs all jobs in one process, so that memory leaked by one job would be missing for the next job,
-and a crash would end the whole sweep. So the function that Hydra calls for a job (`job`) starts `python train.py
-<overrides of the job>` and waits for it. This works with every launcher and sweeper of Hydra. Existing launchers do not
-solve the problem: joblib reuses its workers, and submitit starts all local jobs at once and hides the results of other
-jobs after the first failure.
+and a crash would end the whole sweep. So `job`, which `cli.run` calls for each job of Hydra, starts `python train.py
+<overrides of the job>` and waits for this process. This works with every launcher and sweeper of Hydra. Existing
+launchers do not solve the problem: joblib reuses its workers, and submitit starts all local jobs at once and hides the
+results of other jobs after the first failure.
 """
 
 import os
@@ -45,8 +45,8 @@ def running(main: Callable) -> Iterator[None]:
 
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
-    """Runs a job in its own process, and prints a line about its result. A job that an earlier sweep has completed in
-    this folder is not run again.
+    """Runs a job in its own process, prints a line about its result, and returns its folder with the result. A job that
+    an earlier sweep has completed in this folder is not run again.
 
     Args:
         typed: the overrides of the job, as Hydra gives them.
@@ -85,8 +85,8 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
 
 
 def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | None]:
-    """Runs a command and returns its exit code (negative for a signal), its stderr, and the signal received
-    meanwhile."""
+    """Runs a command and returns its exit code (negative for a signal), its stderr, and the signal that this process
+    received meanwhile (None: no signal)."""
     log, passed_on = folder / LOG, None
     _write(log, "")
     streams = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}

@@ -6,12 +6,12 @@ config and adds the product to the language modeling loss. The names of the attr
 models. So hooks pass labels, and replace the model's loss function by a function that returns zero. The loss that the
 model returns is then only the auxiliary loss.
 
-The loss is a sum over experts of a product: the share of tokens that are routed to the expert, times the expert's mean
-router probability. Both factors are means over the real tokens of a micro-batch, including prompts but not padding. To
-exclude padding, the model gets an attention mask that marks the real tokens. A second hook removes the mask before the
-model's body, where attention would use it. The loss of a window is the mean over its micro-batches, weighted by the
-number of tokens with a label. This is not equal to the loss of the concatenated micro-batches. Source: Fedus et al.
-2021, arXiv 2101.03961.
+The loss is proportional to a sum over experts: the share of tokens that are routed to the expert, times the expert's
+mean router probability. Both factors are means over the real tokens of a micro-batch, including prompts but not
+padding. To exclude padding, the model gets an attention mask that marks the real tokens. A second hook removes the mask
+before the model's body, where attention would use it. The loss of a window is the mean over its micro-batches, weighted
+by the number of tokens with a label. This mean is not equal to the loss of the concatenated micro-batches. Source:
+Fedus et al. 2021, arXiv 2101.03961.
 """
 
 import torch

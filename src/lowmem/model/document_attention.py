@@ -7,7 +7,7 @@ tokens this saves 2 GiB in 16 bits, and the cost of attention is quadratic in th
 the length of the row. The result for a document equals its result in a separate row.
 
     16 bits on a card of compute capability 8.0 or higher    one call of `torch.nn.attention.varlen`
-    fp32, dropout, older cards, CPUs                         one call of torch's SDPA per document
+    fp32, dropout, head sizes above 256, older cards, CPUs   one call of torch's SDPA per document
     layers with a sliding window shorter than the row        torch's SDPA with the mask
 
 A mask is converted from bool to floating point once for all layers. With a bool mask, torch's SDPA would convert the
@@ -205,7 +205,7 @@ def _in_turn(
 
 
 def by_autocast(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Returns the dtype to which autocast would cast the inputs of torch's own attention."""
+    """Returns the dtype to which autocast would cast the inputs of torch's own attention; `dtype` without autocast."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 

@@ -1,7 +1,8 @@
 """Generates text from prompts: for the samples of a run, and for `generate=`.
 
-Prompts are processed one at a time. The key-value cache takes at most 2 x layers x width x length x bytes per element,
-which is less than the activations that training stores for a sequence of this length.
+Each forward pass has a single prompt. The key-value cache of a prompt takes at most 2 x layers x width x length x bytes
+per element, which is less than the activations that training without activation checkpointing stores for a sequence of
+this length.
 """
 
 from collections.abc import Callable
@@ -63,8 +64,8 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> li
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Returns the id of the first special token that the chat template writes after an answer, or None if there is no
-    such token."""
+    """Returns the id of the first added token, such as <|im_end|>, that the chat template writes after an answer, or
+    None if there is no such token."""
     if tokenizer.chat_template is None:
         return None
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]

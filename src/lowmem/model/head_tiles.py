@@ -1,5 +1,5 @@
-"""Defines how a loss reads the matrix (V, H) of the output layer: in tiles of C tokens of the vocabulary. The same
-objects collect the gradient of the matrix.
+"""Defines how `loss=tiled` and the preference losses read the matrix (V, H) of the output layer: in tiles of C tokens
+of the vocabulary. The object that provides the tiles, a `HeadSource`, also collects the gradient of the matrix.
 
     HeadSource        this module: the base class
     ResidentHead      this module: the matrix is on the device
@@ -49,7 +49,7 @@ class ResidentHead(HeadSource):
         yield from zip(range(0, len(self.weight), columns), self.weight.split(columns), strict=True)
 
     def start_gradient(self) -> None:
-        """Called before the first tile of a backward pass."""
+        """Allocates the gradient (V, H). Called before the first tile of a backward pass."""
         self.gradient = torch.empty_like(self.weight)
 
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:

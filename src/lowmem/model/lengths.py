@@ -6,9 +6,9 @@ all angles by the longest length so far. Then the result for a short document wo
 micro-batch. `depends_from` evaluates only the rotary embeddings, at single positions directly below and above each of
 these lengths, so its cost does not depend on the length.
 
-Other lengths in configs count tokens of a row: a sliding window, an attention chunk, a scale by position. A test with a
-full row, of whether such a count restarts at each document, would cost as much as a training step. `shortened` reduces
-these lengths, so that a row of a few tokens is enough for the test (`packed_attention.py`).
+Other lengths in configs count tokens of a row: a sliding window, an attention chunk, a scale by position. A test must
+show that such a count restarts at each document. With a full row, this test would cost as much as a training step. So
+`shortened` reduces these lengths, and a row of a few tokens is enough for the test (`packed_attention.py`).
 """
 
 import inspect
@@ -27,7 +27,7 @@ from lowmem.system.errors import Refused
 ALIKE = 1e-4
 # keys of lengths beyond which rotary embeddings change
 OF_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
-# keys of configs, and names of attributes, of lengths that count tokens of a row
+# lengths that count tokens of a row: names of their keys in configs, and of their attributes in modules
 OF_A_ROW = ("sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "window_size")
 
 Angles = Callable[[Tensor], Tensor]  # positions (B, T) -> cosines and sines (B, T, D)

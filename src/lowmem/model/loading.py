@@ -1,8 +1,9 @@
 """Loads a Hugging Face causal language model: with published weights, or with random weights for an architecture.
 
-Published weights are read from memory-mapped safetensors files and copied into the model one tensor at a time, in the
-dtype that the precision needs, so host memory never has two copies of the model. Random weights are drawn in fp32,
-tensor by tensor, and rounded to that dtype. So a seed gives equal initial weights with every precision, up to rounding.
+Published weights are read from memory-mapped safetensors files. Tensors that already have the dtype that the precision
+needs stay mapped pages of their file, and other tensors are converted one at a time, so host memory never has two
+copies of the model. Random weights are drawn in fp32, tensor by tensor, and rounded to the dtype that the precision
+needs. So a seed gives equal initial weights with every precision, up to rounding.
 """
 
 import inspect
@@ -106,8 +107,13 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
 
 
 def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:
-    """Refuses quantized weights. Args: spec: the settings; config: its configuration; dtype: a quantized dtype in the
-    headers of the files; None if only the configuration is checked. Raises: Refused."""
+    """Raises Refused if weights are quantized.
+
+    Args:
+        spec: the settings `model.*`.
+        config: the model's configuration.
+        dtype: a quantized dtype in the headers of the files; None if only the configuration is checked.
+    """
     parts = (part.to_dict() for part in (config, config.get_text_config(decoder=True)))
     says = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
     if not says and dtype is None:
@@ -152,8 +158,8 @@ def _untie(config: PretrainedConfig) -> None:
 
 
 def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
-    """Logs which tensors of the files are not used, and whether the files have a separate output layer although the
-    configuration ties it."""
+    """Logs the names of tensors in the files that are not used. Also logs if the files have a separate output layer
+    although the configuration ties the output layer to the embedding."""
     if found and found.unused:
         first, *more = found.unused
         which = f"{1 + len(more)} tensors in its files are" if more else "a tensor in its files is"
@@ -231,8 +237,8 @@ def _is_read(config: PretrainedConfig, key: str) -> bool:
 
 
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
-    """Refuses keys that the architecture does not have, because transformers would silently store unknown keys, such as
-    misspelled keys. Raises: Refused."""
+    """Raises Refused for keys that the architecture does not have, because transformers would silently store unknown
+    keys, such as misspelled keys."""
     known = config.to_dict()
     unknown = [key for key in keys if key not in known and not hasattr(config, key)]
     unknown = [key for key in unknown if not _is_read(config, key)]
@@ -303,8 +309,9 @@ def _place(name: str, key: str = "model.name") -> str:
 
 
 def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: bool = False) -> torch.dtype:
-    """Returns the dtype in which a run's weights are loaded. With weights.drive=, weights that are published in 16 bits
-    are loaded in 16 bits, since host memory may not have room for fp32 copies.
+    """Returns the dtype in which a run's weights are loaded. With weights.drive=, weights that are published in the
+    16-bit dtype of matmul inputs are loaded in this dtype, since host memory may not have room for fp32 copies. Weights
+    of a model to which tokens are added are always loaded in `run.loaded_in`.
 
     Args:
         run: the settings.
@@ -386,8 +393,8 @@ def load(
         quantization: quantizes published weights while they are loaded; None: no weight is quantized.
 
     Raises:
-        Refused: the weights cannot be loaded or lack a tensor; or the model, or this machine, does not support the
-            attention implementation.
+        Refused: the weights cannot be loaded, or a tensor is missing or has a wrong shape; the architecture cannot be
+            built; or the model, or this machine, does not support the attention implementation.
     """
     spec = described.spec
     how = {"dtype": weights_dtype, "trust_remote_code": spec.trust_remote_code}
@@ -585,15 +592,18 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
 
 def check_architecture(run: Run) -> None:
     """Checks the model of a run before it is loaded, and logs differences between the weight files of a folder and the
-    model class. Raises: Refused: seq_len exceeds the maximum sequence length of the architecture, or the files do not
-    match the model."""
+    model class.
+
+    Raises:
+        Refused: see `architecture`; or seq_len exceeds the maximum sequence length of the architecture.
+    """
     check_positions(run.seq_len, positions(describe(run, plans=True).config))
     if run.model.pretrained and _is_folder(run.model.name):
         _tell_differences(run.model, _agree_with_files(run.model, _configuration(run.model)))
 
 
 def positions(config: PretrainedConfig) -> int | None:
-    """Returns the maximum sequence length of the architecture, or None if it has no limit."""
+    """Returns the maximum sequence length in the configuration, or None if the configuration has no such key."""
     text = config.get_text_config(decoder=True)
     return next(
         (longest for key in POSITIONS if isinstance(longest := getattr(text, key, None), int) and longest > 0), None

@@ -27,8 +27,8 @@ MANY_ZEROS = 1e-3
 
 
 def largest_magnitude(numbers: Tensor) -> float:
-    """Returns the largest absolute value of a tensor. Called with tensors that a model computes in checks before its
-    first optimizer step, which the error message mentions.
+    """Returns the largest absolute value of a tensor. Only for checks before the first optimizer step, because the
+    error message mentions this step.
 
     Raises:
         Refused: a value is inf or nan.

@@ -32,8 +32,8 @@ LOOKED_AT = 64  # number of tokens of a row that are tested
 
 
 def separate(model: PreTrainedModel, compiled: bool = False) -> None:
-    """Selects document attention if the model uses torch's SDPA. A model with its own attention implementation keeps
-    it, because document attention lacks additions such as the attention sinks of GPT-OSS.
+    """Selects document attention if the model uses torch's SDPA. A model with another attention implementation keeps
+    this implementation, because document attention lacks additions such as the attention sinks of GPT-OSS.
 
     Args:
         model: the model.
@@ -46,8 +46,8 @@ def separate(model: PreTrainedModel, compiled: bool = False) -> None:
 
 @contextmanager
 def own_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which the model has its own attention implementation again, as before `separate`, because some
-    models need a bool mask."""
+    """Context manager in which the model has the attention implementation again that it had before `separate`, because
+    some models need a bool mask."""
     taken = attention_taken(model)
     model.set_attn_implementation("sdpa" if taken in (BY_DOCUMENT, MASKED) else taken)
     try:

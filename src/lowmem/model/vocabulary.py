@@ -1,9 +1,10 @@
-"""Adds tokens to a tokenizer, such as the special tokens of a chat template, and rows for them to embedding and head.
+"""Adds tokens to a tokenizer, such as the special tokens of a chat template, and adds rows for these tokens to the
+embedding and the head.
 
 A new row is the mean of the old rows. So the logits of the new token are not unusually large, and no random numbers are
 needed. transformers by default draws new rows around the mean with the covariance of the embedding, which for a matrix
-of 128k x 4096 takes minutes and fp32 copies. If a published model has unused rows, they are used before new rows are
-added. Tied heads stay tied.
+of 128k x 4096 takes minutes and fp32 copies. If the embedding of a published model has more rows than its tokenizer has
+tokens, the unused rows are used before new rows are added. Tied heads stay tied.
 """
 
 import copy
@@ -86,7 +87,7 @@ def _mean(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def check_trained(model: PreTrainedModel, added: Added) -> None:
-    """Checks that the rows of added tokens are trained. Raises: Refused: these rows are frozen."""
+    """Raises Refused if the rows of added tokens are frozen."""
     if added.fresh and not all(tensor.requires_grad for tensor in _by_token(model)):
         raise Refused(
             "model.added_tokens: the embedding and output rows of added tokens start as the mean of the other rows and "

@@ -284,8 +284,8 @@ def run(cfg: DictConfig) -> float:
 
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
-    """Trains, evaluates, exports, generates or shows rows, as the run's keys say. Returns the summary; None for work
-    without a summary, and in every other rank if only rank 0 does the work."""
+    """Trains, evaluates, exports, generates or shows rows, as the run's keys say. Returns the summary, or None for work
+    without a summary. If only rank 0 does the work, the other ranks return None."""
     if rank_environment.number() and _works_alone(run):
         return None
     check_places(run)

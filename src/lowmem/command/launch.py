@@ -85,7 +85,7 @@ class Rank:
 
     def runs(self) -> bool:
         if self.code is None:
-            # before the report is read, because a process that has ended may have written its report just before
+            # poll first: if the process has ended, `_hear` then reads the report that the process wrote before its end
             self.code = self.process.poll()
             self._hear()
             if self.at == 0.0 and (self.code is not None or self.report):

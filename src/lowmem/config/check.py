@@ -284,8 +284,8 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def moved(target: str) -> str:
-    """Returns advice about the `_target_` of a user's own yaml whose class lowmem has moved: the `_target_` in conf/
-    with the same last name. Returns an empty string if conf/ has no such `_target_`."""
+    """Returns advice for a `_target_` in a user's own yaml, if lowmem has moved the class: the `_target_` in conf/ with
+    the same last name. Returns an empty string if conf/ has no such `_target_`."""
     *path, name = target.split(".")
     shipped = {known for file in CONF.rglob("*.yaml") for known in TARGET.findall(file.read_text(encoding="utf-8"))}
     same = [known for known in sorted(shipped) if path[:1] == ["lowmem"] and known.endswith(f".{name}")]

@@ -1,5 +1,5 @@
-"""Describes the drive of a run or a plan: the folder for masters and optimizer state that do not fit in host memory,
-and the bytes that may be stored there.
+"""Describes the drive of a run or a plan, which stores masters and optimizer state if host memory is too small: the
+folder on the drive, and the free bytes.
 
 plan.py's `drive=` is either a folder of this machine, whose free space counts, or the size of a planned drive. Drives
 are sold by decimal sizes, so a size may also end in GB (10**9 bytes) or TB. This module does not import torch.

@@ -256,7 +256,8 @@ class Run(schema.Keys):
 
     @property
     def masters(self) -> bool:
-        """Returns whether the optimizer runs on the host, on masters or on streamed weights in host memory."""
+        """Returns whether the optimizer runs on the host. There it updates masters, or streamed weights without
+        masters."""
         where = self._precision_class.steps_on_host
         return where == "always" or (where == "if streamed" and self.streams)
 

@@ -177,7 +177,7 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Returns the maximum length of a micro-batch in tokens."""
+        """Returns the maximum length of a row in tokens, including padding."""
         return self.seq_len
 
     def __len__(self) -> int:
@@ -211,8 +211,8 @@ class Rows:
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Returns the order of rows in an epoch. Args: permutation: row numbers, permuted by the seed; rows_per_step:
-        rows of a micro-batch of all devices."""
+        """Returns the order of rows in an epoch. Args: permutation: row numbers, permuted by (seed, epoch);
+        rows_per_step: rows of a global micro-batch (`Share`)."""
         return permutation
 
     def grouping(self, rows_per_step: int) -> dict:

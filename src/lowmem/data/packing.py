@@ -9,8 +9,8 @@
   price is the computation of the padding.
 
 With `documents` and `padded` a label is the next token of the same document, so a document's last token has no label.
-`too_long` decides about documents that are longer than a row: `cut` divides such a document into several pieces, and
-each of its tokens except the first is still learned once; `drop` leaves the document out; `refuse` ends the run.
+`too_long` decides about documents that are longer than a row. `cut` divides such a document into several pieces, and
+each of its tokens except the first is still a label once. `drop` leaves the document out, and `refuse` ends the run.
 
 Best fit decreasing (Johnson et al. 1974) places each piece, the longest first, in the row with the smallest sufficient
 space. This row is found in O(1), because one integer has a bit for each size of free space that an open row has.
@@ -37,7 +37,7 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-POOL = 4096  # documents that are sorted by length together; a larger pool needs less padding, but shuffles less
+POOL = 4096  # number of rows that are sorted by length together; a larger pool needs less padding, but shuffles less
 AT_ONCE = 1 << 22  # tokens whose label bits are unpacked at once
 SAMPLES, SAMPLE = 64, 1 << 14  # number of samples that identify a text, and tokens per sample
 FILLER = 0  # a token id that every vocabulary has

@@ -182,7 +182,7 @@ class StreamLoader(WindowLoader):
         )
 
     def described(self, start: Position, end: Position) -> str:
-        """Returns the name of the window from `start` to `end`, whose rows have no numbers in a stream."""
+        """Returns words that name the window from `start` to `end`, since the rows of a stream have no numbers."""
         return f"window {start.window + 1} of the stream (epoch {start.epoch})"
 
     def __iter__(self) -> Iterator[Window]:

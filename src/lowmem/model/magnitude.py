@@ -21,8 +21,8 @@ ROUNDINGS = 8
 # Minimum tolerance, relative to the largest value. Results of different kernels differ by less; the result of a
 # different function differs by a hundred times more.
 OTHER_KERNELS = 1e-4
-# Share of values that become 0 from which a warning is logged. For normally distributed weights in fp16 the share is a
-# few millionths.
+# A warning is logged if a larger share of nonzero values becomes 0. For normally distributed weights in fp16 the share
+# is a few millionths.
 MANY_ZEROS = 1e-3
 
 

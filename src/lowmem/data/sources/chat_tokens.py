@@ -85,8 +85,9 @@ class ChatTokens:
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Returns the control tokens that may end an answer: all special tokens, and the token that ends an answer
-        without calls if it is not special. (Other control tokens, such as </tool_call>, do not end an answer.)"""
+        """Returns the control tokens that may end an answer: all special tokens, and the control token that ends an
+        answer without tool calls, even if this token is not special. (Other control tokens, such as </tool_call>, do
+        not end an answer.)"""
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             ids = self._encode([self.template.rendering(plain)[0].rstrip()])[0].ids

@@ -29,7 +29,7 @@ from lowmem.data.stream import Stream
 from lowmem.system.errors import Refused, refuse_gated
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# endings of files of a folder that the readers of data=csv and data=jsonl read
+# extensions of files in a folder: the readers of data=csv and data=jsonl read these files, and `datasets` other files
 TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}
 # Settings in the README of a data set that the readers of data=csv and data=jsonl support, too.
 PLAIN = {"name", "version", "description", "data_dir", "data_files", "sep", "delimiter"}

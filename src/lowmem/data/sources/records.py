@@ -93,8 +93,8 @@ class Reader:
 
 
 class FileReader(Reader):
-    """The reader of records in files. Without data.val_path, some of several files are held out for validation, or some
-    records of a single file.
+    """The reader of records in files. Without data.val_path, some records are held out for validation: the records of
+    some files, or a part of the records if there is a single file.
 
     Args:
         settings: settings that change the records, for the cache key.

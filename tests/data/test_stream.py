@@ -16,7 +16,7 @@ import tokenizers_of_all_kinds
 from lowmem.config.accumulation import fixed
 from lowmem.data.loader import Position, Share
 from lowmem.data.opening import RowSettings
-from lowmem.data.sources.hub import hub
+from lowmem.data.sources.hub import Table, hub
 from lowmem.data.token_store import load_bpe, train_bpe
 from lowmem.fit import fit
 from lowmem.system.errors import Refused
@@ -190,6 +190,23 @@ def test_run_on_a_streamed_hub_data_set_is_reproducible_and_resumes_bit_exactly(
     assert saved[0]["lowmem"]["position"]["state"]["block"] > 0
     weights = [one["state_dict"] for one in saved]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("after", [1, 20], ids=["in the validation rows", "in the training rows"])
+def test_stream_that_fails_while_it_is_read_is_refused_with_the_reason(folder, tokenizer, monkeypatch, after):
+    rows = Table.rows
+
+    class Failing:
+        def __init__(self, rows):
+            self.rows, self.state_dict = rows, rows.state_dict
+
+        def __iter__(self):
+            yield from islice(self.rows, after)
+            raise OSError("connection lost")
+
+    monkeypatch.setattr(Table, "rows", lambda *args: Failing(rows(*args)))
+    with pytest.raises(Refused, match=r"cannot read this data set \(connection lost\)"):
+        list(islice(loader(folder, tokenizer), 20))
 
 
 def test_ddp_run_with_one_device_trains_on_a_stream(config, typed, tmp_path):

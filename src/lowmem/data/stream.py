@@ -64,7 +64,9 @@ class Stream(Openable):
         self.tokenizer, self.seq_len = wanted.tokenizer, wanted.seq_len
         stream = self.table.rows(self.table.splits["val"] or self.table.splits["train"])
         self.records.forget("val")
-        val = _split(self.documents(list(islice(stream, self.val_rows)), 0, "val"))
+        with self.table.reached():
+            read = list(islice(stream, self.val_rows))
+        val = _split(self.documents(read, 0, "val"))
         rows = self.rows(val, "val")
         self._tell("val", rows.report)
         self.records.forget("val")  # the notes were logged in `_tell`
@@ -92,7 +94,7 @@ class Stream(Openable):
         counts, seen = Counter(), held_out + number * self.block
         title = f"train, rows {seen + 1:,} to"
         self.records.forget("train")
-        while read := list(islice(rows_to_read, self.block)):
+        while read := self._read(rows_to_read):
             split = _split([*starmap(Encoded, tail), *self.documents(read, seen, "train")])
             number, seen = number + 1, seen + len(read)
             rows, report = self.rows_if_any(split)
@@ -105,6 +107,12 @@ class Stream(Openable):
             state = {"block": number, "stream": stream.state_dict(), "tail": tail}
         if number & number - 1:
             self._tell(f"{title} {seen:,}", counts)
+
+    def _read(self, rows: Iterator[dict]) -> list[dict]:
+        """Returns the next rows, at most `block`. Raises: Refused: the stream cannot be read, for example because the
+        network failed."""
+        with self.table.reached():
+            return list(islice(rows, self.block))
 
     def rows_if_any(self, split: Split) -> tuple[Rows | None, dict]:
         """Returns the rows of a block and counts of its documents. The rows are None if the block has no token to

@@ -193,9 +193,9 @@ def on_drive(prediction: Prediction, target: Target) -> str:
     read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
     seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (
-        f"{written / GIB:.2f} GiB are on the drive. A step reads {read / GIB:.2f} GiB and writes {written / GIB:.2f}, "
-        f"{_rounded(written / 1e9)} TB written per 1,000 steps. This takes the drive {seconds} s per "
-        f"step, if it reads {READ / 1e9:.1f} GB/s and writes {WRITTEN / 1e9:.1f} GB/s, as assumed here."
+        f"{prediction.drive.total / GIB:.2f} GiB are on the drive. A step reads {read / GIB:.2f} GiB and writes "
+        f"{written / GIB:.2f} GiB, which is {_rounded(written / 1e9)} TB written per 1,000 steps. This takes the drive "
+        f"{seconds} s per step, if it reads {READ / 1e9:.1f} GB/s and writes {WRITTEN / 1e9:.1f} GB/s, as assumed here."
     )
     return f"{sentence} Replace {FOLDER} by a folder on the drive." if folder == FOLDER else sentence
 

@@ -136,7 +136,7 @@ class Table(Reader):
             return [self.path, self.revision]
         from huggingface_hub import HfApi
 
-        with self._reached():
+        with self.reached():
             return [self.path, HfApi().dataset_info(self.path, revision=self.revision).sha]
 
     def size(self, split: SplitName) -> None:
@@ -144,7 +144,7 @@ class Table(Reader):
 
     def all_records(self, split: SplitName) -> Iterator[Record]:
         name = self.splits[split] or self.splits["train"]
-        with self._reached():
+        with self.reached():
             for number, row in enumerate(self.rows(name), 1):
                 yield self.record(row, name, number)
 
@@ -170,7 +170,7 @@ class Table(Reader):
 
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-        with self._reached():
+        with self.reached():
             rows = self._file_rows(name) if self.folder and "file" in (state or {"file": 0}) else None
             if rows is None:
                 how = {"split": name, "revision": self.revision, "streaming": True}
@@ -194,7 +194,7 @@ class Table(Reader):
         return FileRows(self.path, files, lambda file: csv_rows(file, (), config.sep)) if endings <= TABLES else None
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def reached(self) -> Iterator[None]:
         """Context manager that turns the errors of `datasets` and of the hub into refusals, since users can fix their
         causes."""
         try:

@@ -47,8 +47,8 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(_built(compiler, source, (*FLAGS, *flags))))
     except (OSError, subprocess.SubprocessError) as error:
-        message = getattr(error, "stderr", None) or str(error)
-        return _without(source, f"{compiler} failed ({message.strip().splitlines()[0]})")
+        lines = (getattr(error, "stderr", None) or "").strip().splitlines() or [str(error)]
+        return _without(source, f"{compiler} failed ({lines[0]})")
 
 
 def _without(source: Path, why: str) -> None:

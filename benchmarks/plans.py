@@ -18,6 +18,7 @@ from lowmem.system.units import GIB
 MODELS = ("gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b")
 CARDS = (4, 8, 12, 16, 24, 80)  # GiB
 TRAINED = {"all weights": "none", "LoRA": "lora", "QLoRA": "qlora"}  # -> adapter
+ROWS = [*product(TRAINED, MODELS, CARDS)]
 RAM = 64
 
 
@@ -58,13 +59,13 @@ def table(results: dict) -> str:
             "| planning time, s |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for model, card in product(MODELS, CARDS):
+        for _, model, card in (row for row in ROWS if row[0] == trained):
             for planned in results.get(f"{trained}, {model} on {card} GiB", ()):
-                lines.append(f"| {' | '.join([model, f'{card} GiB', *cells(planned)])} |")
+                lines.append(f"| {' | '.join([model, f'{card} GiB', *columns(planned)])} |")
     return "\n".join(lines)
 
 
-def cells(planned: dict) -> list[str]:
+def columns(planned: dict) -> list[str]:
     recipe = " ".join(o for o in planned["overrides"] if not o.startswith(("model=", "adapter=")))
     recipe = f"`{recipe}`" if recipe else "as typed"
     bytes_of = [f"{planned[key] / GIB:.1f}" for key in ("device_need_bytes", "host_peak_bytes")]
@@ -78,12 +79,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=TRAINED, help="plan one part; the other parts' results are kept")
     options = options_of(parser, row)
-    results = stored("plans").get("rounds", {}) if options.only else {}
+    cells = {f"{trained}, {model} on {card} GiB": (trained, model, card) for trained, model, card in ROWS}
     rows = {
-        f"{trained}, {model} on {card} GiB": ["-m", "benchmarks.plans", "--row", TRAINED[trained], model, str(card)]
-        for trained, model, card in product([options.only] if options.only else TRAINED, MODELS, CARDS)
+        name: ["-m", "benchmarks.plans", "--row", TRAINED[trained], model, str(card)]
+        for name, (trained, model, card) in cells.items()
+        if options.only in (None, trained)
     }
-    results |= measure(rows, 1)
+    before = stored("plans").get("rounds", {})
+    results = {name: before[name] for name in cells if name in before} | measure(rows, 1)
     write("plans", {"rounds": results}, table(results))
 
 

@@ -193,8 +193,8 @@ def test_drive_with_a_deliberate_fault_differs_from_memory(config, in_memory, tm
 
 def swap_files(folder, count=6, elements=PAGE, ahead=1):
     """Returns swap files of blocks. Each block has one large tensor, filled with the number of the block."""
-    all_of_it = SwapFiles(Drive(folder), ahead)
-    every = [all_of_it.new() for _ in range(count)]
+    all_of_it = SwapFiles(Drive(folder))
+    every = [all_of_it.new(ahead=ahead) for _ in range(count)]
     tensors = [torch.full((elements,), float(number)) for number in range(count)]
     for swap_file, tensor in zip(every, tensors, strict=True):
         all_of_it.pin(swap_file)
@@ -243,6 +243,17 @@ def test_drive_buffers_of_a_mixture_hold_a_block_ahead_and_routers_stay_in_memor
     assert sizes.masters == 6 * 4 * (40_000 + 2_000_000 + 1_000_000)  # the routers stay in memory
     largest, block_size = 4 * 2_000_000, 4 * 3_040_000
     assert block_size + largest <= sizes.room <= 2 * block_size < 4 * largest
+
+
+def test_drive_buffers_of_dense_first_blocks_do_not_multiply_the_large_files_of_a_mixture():
+    """Three dense blocks have five files each. The blocks of the mixture have two files that are ten times larger, and
+    read two files ahead, not five."""
+    dense, expert = ([torch.zeros(n)] * count for n, count in ((100_000, 5), (1_000_000, 2)))
+    blocks = [[torch.nn.Parameter(p.clone()) for p in block] for block in [dense] * 3 + [expert] * 4]
+    on_drive = OnDrive(None, blocks, (), weights_too=False)
+    for number, p in enumerate(p for block in blocks for p in block):
+        on_drive.put(p, str(number), {"master": torch.zeros(p.numel())})
+    assert 4 * 4_000_000 <= on_drive.sizes.room < 5 * 4_000_000
 
 
 def test_small_tensors_stay_in_memory_and_unpinned_tensors_are_read_only(tmp_path):

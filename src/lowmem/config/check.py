@@ -193,7 +193,7 @@ def _check_drive(folder: str) -> None:
     except OSError as error:
         raise Refused(
             f"weights.drive={folder}: no file can be written there ({error.strerror or error}). Type a writable folder "
-            "on a drive, or weights.drive=null to keep everything in host memory."
+            "on a drive, or weights.drive=null weights.drive_holds=state to keep everything in host memory."
         ) from None
 
 

@@ -76,7 +76,7 @@ def describe(run: Run, plans: bool = False) -> Described:
     config = architecture(spec.model_copy(update={"pretrained": False}) if elsewhere else spec)
     tokens = tokenizer_of(run) if wanted or not plans else None
     grows = wanted and tokens is not None  # a tokenizer that will be trained on the data will include these tokens
-    return Described(spec, config, tokens, vocabulary.add(tokens, wanted, config.vocab_size) if grows else None)
+    return Described(spec, config, tokens, vocabulary.add(tokens, wanted, vocab_size(config)) if grows else None)
 
 
 def architecture(spec: schema.Model) -> PretrainedConfig:
@@ -181,30 +181,38 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
         config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
         _refuse_unknown(config, changes)
         config.update({key: value for key, value in changes.items() if key != "dtype"})  # config.json has the dtype
-        _refuse_impossible(config)
+        _refuse_impossible(config, changes)
         return config
-    if "model_type" not in architecture:
+    if not isinstance(architecture.get("model_type"), str):
         raise Refused(
             "model.architecture: model_type is missing. Type, for example, model.architecture.model_type=llama."
         )
     _refuse_unknown(_of_type(architecture["model_type"]), changes)
     config = _of_type(architecture["model_type"], **changes)
-    _refuse_impossible(config)
+    _refuse_impossible(config, changes)
     return config
 
 
-def _refuse_impossible(config: PretrainedConfig) -> None:
-    """Refuses values that transformers accepts, but with which the first forward pass fails."""
-    text = config.get_text_config(decoder=True)
-    heads, groups = (getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+def _refuse_impossible(config: PretrainedConfig, typed: Mapping[str, object]) -> None:
+    """Refuses values that transformers accepts, but with which the first forward pass fails. Args: typed: the keys of
+    `model.architecture`."""
+    values = config.get_text_config(decoder=True).to_dict()
+    heads, groups = values.get("num_attention_heads"), typed.get("num_key_value_heads")
+    # multi-head latent attention (keys such as kv_lora_rank) and JetMoe (kv_channels) do not share keys among heads
+    shares = not any("lora_rank" in key or key == "kv_channels" for key in values)
+    if shares and isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
         raise Refused(
             f"model.architecture.num_key_value_heads={groups}: num_attention_heads={heads} is not divisible by it, but "
             "equally many heads must share each key and value."
         )
-    for key, value in text.to_dict().items():
+    for key, value in values.items():
         if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
-            raise Refused(f"model.architecture.{key}={value}: give a probability between 0 and 1.")
+            raise Refused(f"model.architecture.{key}={value}: give a number from 0 to 1.")
+
+
+def vocab_size(config: PretrainedConfig) -> int:
+    """Returns the number of rows of the embedding. Models that also read images keep it in a nested configuration."""
+    return config.get_text_config(decoder=True).vocab_size
 
 
 def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
@@ -406,7 +414,7 @@ def load(
         with drawn_in_fp32():
             try:
                 return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                 raise Refused(
                     f"model.architecture: {described.grown.model_type} cannot be built with these values. "
                     f"{type(error).__name__}: {_last_line(error)}"

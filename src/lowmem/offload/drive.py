@@ -101,10 +101,11 @@ class SwapFile:
         drive: creates the file. If None, only sizes are computed.
         single_weight: the file has one weight, so the file is unpinned as soon as this weight has been updated.
         stepped: each optimizer step changes the file.
+        ahead: number of files to read ahead while this file is pinned.
     """
 
-    def __init__(self, drive: Drive, single_weight: bool, stepped: bool) -> None:
-        self.single_weight = single_weight
+    def __init__(self, drive: Drive, single_weight: bool, stepped: bool, ahead: int) -> None:
+        self.single_weight, self.ahead = single_weight, ahead
         self.stepped = stepped
         # `size` is the file size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the first
         # address of the memory map.
@@ -232,11 +233,10 @@ class SwapFiles:
 
     Args:
         drive: stores the files. If None, only `sizes` is used.
-        ahead: number of files to read ahead.
     """
 
-    def __init__(self, drive: Drive | None, ahead: int = 1) -> None:
-        self.drive, self.ahead = drive, ahead
+    def __init__(self, drive: Drive | None) -> None:
+        self.drive = drive
         self._lock = RLock()  # the host thread pins files while other threads look up 16-bit weights
         self._every: list[SwapFile] = []
         self._now: SwapFile | None = None  # the pinned file
@@ -245,14 +245,15 @@ class SwapFiles:
         self._spare: list[Tensor] = []  # unused buffers, (bytes,) each
         self._follows: dict[SwapFile, SwapFile] = {}  # file -> the file that was pinned after it last time
 
-    def new(self, single_weight: bool = False, stepped: bool = True) -> SwapFile:
+    def new(self, single_weight: bool = False, stepped: bool = True, ahead: int = 1) -> SwapFile:
         """Creates a swap file.
 
         Args:
             single_weight: the file is for one large weight. While the file is pinned, no other file has a buffer.
             stepped: each optimizer step changes the file.
+            ahead: number of files to read ahead while this file is pinned.
         """
-        self._every.append(swap_file := SwapFile(self.drive, single_weight, stepped))
+        self._every.append(swap_file := SwapFile(self.drive, single_weight, stepped, ahead))
         return swap_file
 
     def pin(self, swap_file: SwapFile) -> None:
@@ -271,7 +272,7 @@ class SwapFiles:
             swap_file.wait()
             swap_file.bind()
             following: SwapFile | None = swap_file
-            for _ in range(self.ahead):
+            for _ in range(swap_file.ahead):
                 following = self._follows.get(following)
                 if following in (None, swap_file) or not self._bring(following, waits=False):
                     break
@@ -410,9 +411,16 @@ class SwapFiles:
         """Returns the memory limit in bytes: the largest total size of all buffers. Either one large weight has the
         only buffer, or there are buffers for neighboring files: the file that is being written, the pinned file, and
         the files that are read ahead. Args: sizes: size of each file."""
-        row = [size for swap_file, size in sizes.items() if not swap_file.single_weight]
-        neighbours = (sum(row[first : first + self.ahead + 2]) for first in range(len(row)))
-        return max(chain(neighbours, (size for swap_file, size in sizes.items() if swap_file.single_weight)), default=0)
+        row = [swap_file for swap_file in sizes if not swap_file.single_weight]
+        largest = max((size for swap_file, size in sizes.items() if swap_file.single_weight), default=0)
+        for first in range(len(row)):
+            neighbors: list[SwapFile] = []
+            for swap_file in row[first:]:
+                if len(neighbors) >= 2 + min(each.ahead for each in (*neighbors, swap_file)):
+                    break
+                neighbors.append(swap_file)
+            largest = max(largest, sum(sizes[each] for each in neighbors))
+        return largest
 
     def _buffer_bytes(self) -> int:
         return sum(memory.nbytes for memory in self.memory())
@@ -438,14 +446,14 @@ class OnDrive:
         self, drive: Drive | None, blocks: Sequence[Sequence[Tensor]], edges: Iterable[Tensor], weights_too: bool
     ) -> None:
         self.drive = drive
-        parts_of = [parts(block) for block in blocks]
-        # the swap files of a block are pinned one right after the other, so read a full block ahead
-        self._masters, self._weights = SwapFiles(drive, ahead=max(map(len, parts_of), default=1)), SwapFiles(drive)
+        self._masters, self._weights = SwapFiles(drive), SwapFiles(drive)
         self._masters_of = {edge: self._masters.new(single_weight=True) for edge in edges}
         self._weights_of: dict[Tensor, SwapFile] = {}
-        for block, divided in zip(blocks, parts_of, strict=True):
+        for block in blocks:
+            divided = parts(block)
             for part in divided:
-                self._masters_of |= dict.fromkeys(part, self._masters.new())
+                # the swap files of a block are pinned one right after the other, so read a full block ahead
+                self._masters_of |= dict.fromkeys(part, self._masters.new(ahead=len(divided)))
             if weights_too:
                 trained = any(p.requires_grad for p in block)
                 self._weights_of |= dict.fromkeys(block, self._weights.new(stepped=trained))
@@ -530,11 +538,12 @@ def failures_told(drive: Drive) -> Iterator[None]:
             limit = "ulimit -f unlimited" if error.errno == errno.EFBIG else f"ulimit -n {OPEN_FILES}"
             raise DriveFailed(
                 f"weights.drive={drive.folder}: this process reached a limit of the operating system ({why}). Type "
-                f"{limit} before the command, or weights.drive=null to keep everything in host memory."
+                f"{limit} before the command, or weights.drive=null weights.drive_holds=state to keep everything in "
+                "host memory."
             ) from error
         raise DriveFailed(
             f"weights.drive={drive.folder}: reading or writing this drive failed ({why}). Type {instead}, or "
-            "weights.drive=null to keep everything in host memory."
+            "weights.drive=null weights.drive_holds=state to keep everything in host memory."
         ) from error
 
 

@@ -118,14 +118,18 @@ def open_texts(run: Run) -> Texts:
     described = loading.describe(run)
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()
-    bpe_size = min(BPE_VOCABULARY, config.vocab_size)
-    wanted = RowSettings(Path(run.cache_dir), run.seq_len, bpe_size, tokenizer, vocabulary.wanted(run))
+    size = loading.vocab_size(config)
+    wanted = RowSettings(Path(run.cache_dir), run.seq_len, min(BPE_VOCABULARY, size), tokenizer, vocabulary.wanted(run))
     tokens, train, val = source.opened(wanted)
     if added is None:
-        check_vocabulary(config.vocab_size, rows_of(tokens.tokenizer))
+        check_vocabulary(size, rows_of(tokens.tokenizer))
     if not run.model.pretrained and run.model.architecture is not None:
         # an export's config must agree with its tokenizer about the end token
-        config.bos_token_id = config.eos_token_id = tokens.tokenizer.eos_token_id
+        for part in (
+            config,
+            config.get_text_config(decoder=True),
+        ):  # the same object, except with a nested configuration
+            part.bos_token_id = part.eos_token_id = tokens.tokenizer.eos_token_id
     sets = {name: val[""]} if others else val
     for name, other in others:
         split = held_out(other, wanted.cache_dir, tokens.tokenizer)

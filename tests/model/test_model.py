@@ -13,7 +13,8 @@ import transformers
 from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from host_memory import Highest, linux
 from lowmem.config.schema import Model
@@ -225,7 +226,7 @@ def test_loading_weight_shards_uses_memory_for_the_weights_and_at_most_one_more_
         ({"n_embd": 32}, "model_type"),
         ({"model_type": "gpt2", "n_positions": "abc"}, "does not accept these values"),
         ({"model_type": "gpt2", "n_embd": 32.5}, "does not accept these values"),
-        ({"model_type": "gpt2", "attn_pdrop": 3.0}, "attn_pdrop=3.0: give a probability"),
+        ({"model_type": "gpt2", "attn_pdrop": 3.0}, "attn_pdrop=3.0: give a number from 0 to 1"),
         (
             {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3},
             "num_key_value_heads=3: num_attention_heads=4 is not divisible",
@@ -235,6 +236,32 @@ def test_loading_weight_shards_uses_memory_for_the_weights_and_at_most_one_more_
 def test_invalid_architecture_is_refused(architecture, said):
     with pytest.raises(Refused, match=said):
         loading.architecture(spec("x", pretrained=False, architecture=architecture))
+
+
+GEMMA3 = "{model_type: gemma3, text_config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, "
+GEMMA3 += "num_key_value_heads: 1, head_dim: 16, intermediate_size: 64, vocab_size: 512}}"
+
+
+def test_model_with_a_nested_text_configuration_trains_on_a_tokenizer_of_its_vocabulary(fit):
+    _, run = fit("model=hf", "model.name=x", "model.pretrained=false", f"model.architecture={GEMMA3}", "max_steps=1")
+    exported = AutoConfig.from_pretrained(run / "model")
+    assert exported.get_text_config().vocab_size == 512
+    assert 256 < len(AutoTokenizer.from_pretrained(run / "model")) <= 512
+    assert exported.get_text_config().eos_token_id == AutoTokenizer.from_pretrained(run / "model").eos_token_id
+
+
+def test_default_configuration_of_every_causal_family_passes_the_checks_of_its_values():
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[model_type]()
+        except Exception:  # some classes have no default values
+            continue
+        loading._refuse_impossible(config, {"num_hidden_layers": 2})
+
+
+def test_uneven_key_value_heads_are_accepted_with_latent_attention():
+    architecture = {"model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 3}
+    loading.architecture(spec("x", pretrained=False, architecture=architecture))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # a 
 TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
 NAMED = ("data.val_path",)  # keys whose value is a single path, or a mapping of names to paths
 MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
-# Pairs of alternative keys. When a run is resumed, typing one key of a pair replaces both keys of the earlier run.
+# Pairs of alternative keys. If both are set, the first key wins. When a run is resumed, typing one key of a pair
+# replaces both keys of the earlier run.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
 # Values that are passed to Hydra without quotes: null, ???, and words that are not booleans.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
@@ -75,7 +76,8 @@ def keys_of_other_choices(typed: Iterable[str], earlier: Iterable[str]) -> set[s
 
 
 def in_place_of(lines: Sequence[str]) -> list[str]:
-    """Returns overrides that set a key to null if its alternative was typed, because an experiment may set the key."""
+    """Returns overrides that set the first key of a pair of EITHER to null if the second key was typed with an
+    experiment: the experiment may set the first key, which would win."""
     keys = set(map(key, lines))
     return [f"{name}=null" for name, other in EITHER if "experiment" in keys and other in keys and name not in keys]
 
@@ -179,7 +181,8 @@ def _is_number(value: str) -> bool:
 
 
 def unquoted(line: str) -> str:
-    """Returns an override as it was typed. Args: line: quoted for Hydra."""
+    """Removes the quotes that `quoted` has added. Expanded values, such as ~ and choice(), stay expanded. Args: line:
+    quoted for Hydra."""
     name, equals, value = line.partition("=")
     if is_group(_group(line)):
         return name + equals + value.replace("'", "")

@@ -23,7 +23,7 @@ def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool 
         plain: True: a number without a unit is accepted as bytes.
 
     Raises:
-        Refused: the size has a different format.
+        Refused: the size does not have this format, is zero, or has no unit although `plain` is False.
     """
     if limit is None:
         return None

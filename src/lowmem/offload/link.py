@@ -15,10 +15,10 @@ micro-batch runs forward and backward, and calls `wait` and `fetch`. At the end 
 
 The staging slots have a fixed total size. If the device is faster than the host, `fetch` blocks until a slot is free,
 so gradients cannot fill the host's memory. If gradients come in bursts (`by_layer.py`), the "gradients" thread waits
-for the slots instead, and `fetch` returns once at most `ahead` bytes of gradients are queued on the device. The host
-thread runs all jobs in the order of the calls. If the "gradients" thread exists, all jobs pass through its queue first.
-Streamed weights are not copied back after an update: they are updated in place in their `HostBlock`, and copied to the
-device before their next use.
+for the slots instead, and `fetch` blocks only while more than `ahead` bytes of gradients are queued on the device. The
+host thread runs all jobs in the order of the calls. If the "gradients" thread exists, all jobs pass through its queue
+first. Streamed weights are not copied back after an update: they are updated in place in their `HostBlock`, and copied
+to the device before their next use.
 
 On a CPU, device and host share their memory. `Link` does the same work immediately and in place, without copies or
 threads.

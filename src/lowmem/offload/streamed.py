@@ -74,9 +74,9 @@ class Slot:
 class StreamedWeights(WeightsOnDevice):
     """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles.
 
-    During training the link's host thread calls `bring_in` and `put`. Hooks on blocks and gradients run in the threads
-    of forward and backward passes, and call `take_gradient`. By layer these threads also call `enter`. The training
-    thread calls all other methods.
+    During training the link's host thread calls `bring_in` and `put`. Hooks on blocks and gradients run in the
+    threads of forward and backward passes, and call `take_gradient`. With `by_layer`, these threads also call
+    `enter`. The training thread calls all other methods.
 
     Args:
         layout: the weights that are streamed.

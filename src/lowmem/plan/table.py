@@ -60,7 +60,7 @@ def of_plan(plan: Plan, rows: int) -> str:
         for recipe in recipes:
             fits = "" if plan.fits(recipe) else "does not fit: "
             own = [line for line in recipe.overrides if line not in shared]
-            lines += [_line(next(rows_left), widths), f"  {fits}{' '.join(own) or '(nothing to add)'}"]
+            lines += [_line(next(rows_left), widths), f"  {fits}{' '.join(own) or 'as it is'}"]
     return "\n".join([*lines, *_notes(plan)])
 
 

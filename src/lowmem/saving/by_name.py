@@ -138,7 +138,7 @@ def _fill(
 
     Args:
         shard: receives the values.
-        p: the parameter whose layout the saved tensor has.
+        p: the parameter to which the saved tensor belongs. The tensor is sharded like this parameter.
         name: name of the saved tensor.
         tensors: name -> saved tensor: `CheckpointTensors` for a folder, otherwise the tensors of a file.
         ranks: the strategy that shards the tensor.

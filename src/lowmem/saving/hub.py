@@ -25,7 +25,7 @@ def push(folder: Path, name: str, again: str) -> None:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         place = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with lowmem")
-    except Exception as error:  # errors of network, token, permission, quota and name have different classes
+    except Exception as error:  # failed connections, bad tokens and full quotas have no common class
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotPublished(
             f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run itself is complete. Check the "

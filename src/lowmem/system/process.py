@@ -68,8 +68,8 @@ def rss_and_peak() -> tuple[int, int]:
 
 
 def reset_peak_rss() -> None:
-    """Resets the peak to the current resident memory (Linux; a no-op elsewhere). No code may call this while the memory
-    meter measures a run."""
+    """Resets the peak to the current resident memory (Linux; a no-op elsewhere). While a
+    run is measured, only the memory meter may call this, at the start of each phase."""
     try:
         with _CLEAR_REFS.open("wb", buffering=0) as file:
             file.write(b"5")
@@ -101,8 +101,9 @@ _MADV_PAGEOUT = 21  # Linux 5.4 or later; the content of pages is kept, so a wro
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:
-    """Evicts the memory pages of tensors that are mapped from a file (Linux; a no-op elsewhere). Must be called after
-    the tensors have been copied. Otherwise the pages would count as resident memory until the map is closed."""
+    """Evicts the memory pages of tensors that are mapped from a file (Linux; a no-op elsewhere). Call this after
+    the tensors have been copied. Without this call, the pages would count as resident memory until the map is
+    closed."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)

@@ -6,11 +6,10 @@ that this call puts before a text, such as <s>; these tokens are not learned. Th
 call appends, or else with the end-of-text token. So training, samples, `generate=` and users of the exported tokenizer
 get identical ids. `data.bos=true` or false changes the tokenizer itself, before the first text is encoded.
 
-At inference the model gets the ids of the prompt alone. So prompt and completion are encoded together if the joint ids
-begin with the ids of the prompt. Otherwise the completion is encoded after one of LEADS, and the ids of this lead are
-removed. A completion that is encoded without a lead may begin with a wrong space, because SentencePiece tokenizers put
-a space before every text.
-"""
+At inference the prompt is encoded without a completion, and training should use the same prompt ids. So prompt and
+completion are encoded together if the joint ids begin with the ids of the prompt. Otherwise the completion is encoded
+after one of LEADS, and the ids of this lead are removed. A completion that is encoded without a lead may begin with a
+wrong space, because SentencePiece tokenizers put a space before every text."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ class FileRows:
             for record in islice(self.read(file), self.row, None):
                 self.row += 1
                 name, fields = shown(os.path.relpath(file, self.root)), record.fields
-                # the same identity as a row that `datasets` reads
+                # `Table.record` computes the identity of a row of `datasets` from its fields too, so equal rows have
+                # equal identities with both readers
                 known = record.identity if isinstance(fields, BadRecord) else identity(fields)
                 yield Record(f"{name}, {record.where}", fields, known)
             self.file, self.row = self.file + 1, 0

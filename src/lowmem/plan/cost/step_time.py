@@ -16,7 +16,7 @@ the 16-bit weights on the drive.
 - Without early updates, the host first computes the norm of all gradients. Then the update overlaps with the first
   forward pass of the next window.
 - An update on the card, or on the host with CPU offload, does not overlap with a pass.
-- If the device is a CPU, only the drive works at the same time as another resource.
+- If the device is a CPU, only the updates on the host and the drive overlap; all other work is sequential.
 - An asynchronous exchange between devices overlaps with the pass that starts it. The device waits for all other
   exchanges.
 """
@@ -68,8 +68,8 @@ class Load(NamedTuple):
 
     def seconds(self, link: LinkBandwidth | None) -> float:
         """Returns the seconds until all resources have finished. While the link copies down at its full rate, copies up
-        reach only the share `link.duplex` of their rate. Without a link (the device is a CPU), all work except the
-        drive's is sequential."""
+        reach only the share `link.duplex` of their rate. Without a link (the device is a CPU), only updates on the
+        host and the drive overlap."""
         if link is None:
             return self.compute + self.up + max(self.host, self.drive)
         return max(*self, self.up + (1 - link.duplex) * self.down)
@@ -159,8 +159,9 @@ def _step(
 
 
 def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
-    """Returns the bytes of gradients that a backward pass copies to the host. With weights.order=by_layer, the
-    gradients of a block are summed on the card in fp32, and copied once per window."""
+    """Returns the bytes of gradients that a backward pass copies to the host. With weights.order=by_layer, returns the
+    bytes that all backward passes of a window copy: the gradients of a block are summed on the card in fp32, and
+    copied once."""
     element, in_blocks = run.product_bytes, trace.trained_in_blocks
     if not run.by_layer or micro_batches == 1:
         return element * trace.trained_parameters

@@ -292,7 +292,7 @@ class _Search:
         return Climb(route.checkpointings, route.losses, smallest, look, self._fits)
 
     def _recipe(self, route: Route, settings: Settings) -> Recipe | None:
-        """Returns the traced recipe of a route with some settings (cached). None: the recipe is refused."""
+        """Returns the traced recipe of a route with the given settings (cached). None: the recipe is refused."""
         batch_size, accumulation = route.micro_batches[settings.size]
         chosen = {"gradient_checkpointing": settings.checkpointing, "loss": settings.loss}
         option = {**route.option, **chosen, "batch_size": str(batch_size), **accumulation}

@@ -61,7 +61,7 @@ def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
 
     Each thread that computes matrix products has a separate workspace: the training thread in forward, and autograd's
     thread in backward. With weights.order=by_layer, each micro-batch has a thread that computes both passes, so all
-    their workspaces are allocated in forward. The size for backward then counts the workspace of the training thread,
+    their workspaces are allocated in forward. In this case the second value is the workspace of the training thread,
     which computes evaluations.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))

@@ -28,8 +28,8 @@ from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
 
 class Tiled(Loss):
-    """Computes the loss of `full` in `cross_entropy.py`. Args: columns: number of tokens of the vocabulary whose logits
-    are in memory at a time."""
+    """Computes the same loss as `cross_entropy.full`, one tile of the vocabulary at a time. Args: columns: number of
+    tokens of the vocabulary whose logits are in memory at a time."""
 
     head_in_tiles = True
 

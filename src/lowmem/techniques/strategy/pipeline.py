@@ -108,7 +108,7 @@ class Pipeline(Divided):
         training = model.training
         try:
             model.eval()  # disables dropout
-            shown = _shown(model)
+            shown = _random_rows(model)
             if not same(model, division, shown):
                 raise refused(model, "computes different results when its blocks are divided into stages")
             with torch.no_grad():
@@ -276,7 +276,7 @@ class WindowOfStage(nn.Module):
         # number of tokens of the largest micro-batch, to which all hidden states (rows, H) are padded
         self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
-        self._backward = False  # True: a backward pass has started, and `post_backward` was not called yet
+        self._backward = False  # True: `before_backward` was called, and `post_backward` was not called yet
         ranks.module.weights.last = False
 
     def forward(self, *arrived: Tensor, number: Tensor) -> Tensor:
@@ -302,14 +302,16 @@ class WindowOfStage(nn.Module):
         return leaves
 
     def before_backward(self, loss: Tensor, _: Tensor | None = None) -> Tensor | None:
-        """Calls Lightning's hooks before a backward pass. Returns: on the last stage the loss divided by the window's
+        """Calls Lightning's hooks before a backward pass. On the last stage torch calls this right after the forward
+        pass; with GPipe the backward pass comes later. Returns: on the last stage the loss divided by the window's
         weight and multiplied by the loss scale; None on other stages."""
         self._backward = True
         scaled = self._precision.pre_backward(loss / self.window.weight, self.ranks.module)
         return scaled if self.ranks.stage.last else None
 
     def after_backward(self) -> None:
-        """Calls Lightning's hooks after a backward pass, if a backward pass has run since the last call."""
+        """Calls Lightning's hooks after a backward pass, if `before_backward` was called since the last call. With
+        GPipe these hooks are not called around each backward pass."""
         if self._backward:
             self._precision.post_backward(self.loss_sum, self.ranks.module)
         self._backward = False
@@ -319,7 +321,7 @@ class WindowOfStage(nn.Module):
         return self.ranks.module.trainer.precision_plugin
 
 
-def _shown(model: PreTrainedModel) -> MicroBatch:
+def _random_rows(model: PreTrainedModel) -> MicroBatch:
     """Returns a micro-batch of two rows of random tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.get_input_embeddings().num_embeddings, (2, SHOWN + 1), generator=generator)

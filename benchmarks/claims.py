@@ -10,10 +10,13 @@ tensors, which have a shape and no memory.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from benchmarks.runner import ROOT, measure, medians, options_of, ratio, run_train, stored, write
 
@@ -50,7 +53,7 @@ def row(model: str, name: str) -> dict:
     return (
         {key: summary[key] for key in keys}
         | summary["peak_bytes_by_category"]
-        | {"peak_bytes": summary["peak_bytes"]["device"]}
+        | {"peak_bytes": summary["peak_bytes"]["device"], "threads": torch.get_num_threads()}
     )
 
 
@@ -98,7 +101,7 @@ class Measured:
     def __init__(self, results: dict) -> None:
         self.peak, self.loss = medians(results, "peak_bytes"), medians(results, "val_loss")
         self.activations, self.state = medians(results, "activations"), medians(results, "optimizer")
-        self.parameters = results["plain"][0]["parameters"]
+        self.parameters, self.threads = (results["plain"][0].get(key) for key in ("parameters", "threads"))
         self.speed = {name: ratio(results, name, "plain", "tokens_per_second") for name in results}
 
     def saved_by(self, name: str, activations: bool = True) -> str:
@@ -228,7 +231,8 @@ def table(results: dict, sizes: dict) -> str:
     )
     lines = [
         f"Each measured cell compares {STEPS} steps with fp32 and AdamW in one batch: bytes on the device, speed, and "
-        "the change of the validation loss.",
+        "the change of the validation loss. Threads of the CPU: "
+        f"{random.threads or os.cpu_count()} and {trained.threads}.",
         "",
         f"| {' | '.join(columns)} |",
         "|---|---|---|---|---|",

@@ -22,10 +22,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a draft path to write to. When the `with` ends, the draft is renamed to `path`.
 
     After an error the draft is deleted (the disk may be full), and `path` is unchanged. If the process is killed while
-    a folder is being replaced, `put_back` restores the old folder.
+    a folder is being replaced, the old folder may remain at `old_of(path)`. `put_back` restores it; the next
+    `atomic_write` to `path` calls `put_back`, too.
 
     Raises:
-        OSError: the file could not be written, for example because the disk is full; the error names `path`.
+        OSError: the file could not be written. The error names `path` if the disk is full, broken or read-only, or if
+            access is denied.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
@@ -67,7 +69,8 @@ def atomic_cache_write(path: Path) -> Iterator[Path]:
 
 
 def put_back(path: Path) -> None:
-    """Renames the old folder back to `path` if `path` does not exist; otherwise deletes the old folder."""
+    """Renames the old folder back to `path` if `path` does not exist; otherwise deletes the old folder. A no-op if
+    there is no old folder."""
     if path.exists():
         delete(old_of(path))
     else:
@@ -80,13 +83,14 @@ def draft_of(path: Path) -> Path:
 
 
 def old_of(path: Path) -> Path:
-    """Returns the path of the old folder while `path` is being replaced."""
+    """Returns the path to which an old folder or file is renamed while `path` is being replaced."""
     return path.with_name(f".{path.name}.old")
 
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Converts errors of failed writes to an OSError that names the file; passes on other errors."""
+    """Converts errors that were caused by a full, broken or read-only disk, or by denied access, to an OSError that
+    names the file. Passes on other errors."""
     try:
         yield
     except Exception as error:
@@ -97,8 +101,9 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> int | None:
-    """Returns the errno of a failed write, or None if the error has another cause. The errno of torch's writer is in
-    the context (`__context__`) of its error, and the errno of safetensors is in its message."""
+    """Returns the errno of an error if it is in FULL or DENIED, or else the first such errno in the chain of its
+    contexts; None if there is none. torch's writer raises an error whose `__context__` has the errno; safetensors
+    raises an error whose message has the errno."""
     in_text = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else in_text and int(in_text[1])
     if number in FULL | DENIED:

@@ -29,9 +29,9 @@ def deterministic(wanted: bool) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, tuned = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    os.environ.setdefault(WORKSPACE, ":4096:8")  # 8 buffers of 4 MiB; cuBLAS reads it before its first matmul
+    os.environ.setdefault(WORKSPACE, ":4096:8")  # 8 buffers of 4 MiB; cuBLAS reads the variable before its first matmul
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # only finds errors in kernels, and takes time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling only finds errors in kernels, and takes time
     torch.backends.cudnn.benchmark = False  # otherwise cuDNN chooses the algorithm that is fastest in a trial run
     try:
         yield

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # a disk is full, broken or mounted read-only
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # disk or quota full, disk broken or read-only
 DENIED = {errno.EACCES, errno.EPERM}
 
 # Out-of-memory messages of CUDA, Triton, NCCL, cuBLAS, cuDNN and similar libraries. Only a few of these errors are a
@@ -38,7 +38,8 @@ class DriveFailed(Refused):
 
 
 class RankLost(Refused):
-    """Another rank has exited or does not answer. The message names the collective, or the task of rank 0, for which
+    """Another rank did not start, has exited or does not answer, or another program took the port at which the ranks
+    meet. If the other rank was lost after the start, the message names the collective, or the task of rank 0, for which
     this rank waited."""
 
 
@@ -76,7 +77,7 @@ def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
 def of_place(error: OSError, places: Iterable[str]) -> bool:
     """Returns whether choosing another path would fix the error: a disk is full, broken or read-only, access to a file
     in one of `places` is denied, or one of `places` or its parent folders causes the error, for example because the
-    folder does not exist. Other errors come from the code or the network."""
+    folder does not exist. Returns False for all other errors, which come from the code or the network."""
     if not error.filename or error.errno in FULL:
         return error.errno in FULL
     file, typed = _absolute(str(error.filename)), [_absolute(place) for place in places if place]

@@ -10,7 +10,7 @@ KINDS = {kind.__name__: kind for kind in (Refused, NotFinite, NotPublished, Driv
 
 
 class Ranks(Protocol):
-    """The methods of a strategy (`techniques/strategy/contract.py`) that are called here."""
+    """The methods of a strategy (`techniques/strategy/contract.py`) that `fail_together` calls."""
 
     def all_gather(self, value: object) -> list: ...
 
@@ -24,7 +24,7 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
     longer than the timeout of collectives, the ranks that wait for it fail.
 
     Raises:
-        RankLost: rank 0 was stopped or has exited before the end of the `with`.
+        RankLost: another rank has exited before the end of the `with`, or does not answer.
         Exception: this rank's own error. If this rank succeeded, the error of the lowest rank that failed: an OSError
             with errno and file, an error of KINDS with its message, or a RuntimeError that names the rank and the
             original error.

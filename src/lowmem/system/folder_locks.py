@@ -10,7 +10,8 @@ def lock(handle: int) -> bool | None:
     """Locks a folder until the file descriptor `handle` is closed.
 
     Returns:
-        True if the folder is locked now; False if another process holds the lock; None if the file system has no locks.
+        True if the folder is locked now; False if another open descriptor, usually of another process, holds the lock;
+            None if the file system has no locks.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

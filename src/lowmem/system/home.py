@@ -6,8 +6,8 @@ import os
 import shutil
 import tempfile
 
-# environment variables with the folders of wandb, of matplotlib's settings, of the cache of `datasets`, and of compiled
-# code
+# environment variables that name the folders for wandb's files, for matplotlib's settings, for the cache of `datasets`,
+# and for all other caches, such as compiled kernels
 FOLDERS = (
     "WANDB_DATA_DIR",
     "WANDB_CACHE_DIR",
@@ -20,6 +20,7 @@ FOLDERS = (
 
 def replace_if_read_only() -> None:
     """Sets environment variables so that libraries write to a temporary folder, if the home folder is not writable.
+    Variables that are already set are kept. The cache of downloaded models (HF_HOME) stays in its folder.
 
     Must be called before the libraries are imported. Child processes use the same folder, which is deleted when this
     process exits.

@@ -68,8 +68,8 @@ def rss_and_peak() -> tuple[int, int]:
 
 
 def reset_peak_rss() -> None:
-    """Resets the peak to the current resident memory (Linux; a no-op elsewhere). While a
-    run is measured, only the memory meter may call this, at the start of each phase."""
+    """Resets the peak to the current resident memory (Linux; a no-op elsewhere). While a run is measured, only the
+    memory meter may call this function; it does so at the start of each phase."""
     try:
         with _CLEAR_REFS.open("wb", buffering=0) as file:
             file.write(b"5")

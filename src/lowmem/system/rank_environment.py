@@ -34,7 +34,8 @@ LOOK = 0.1  # seconds between two polls of the store; Python handles signals bet
 
 
 def is_rank() -> bool:
-    """Returns whether this process was started as a rank, even as the only rank of a run."""
+    """Returns whether this process was started as a rank, even as the only rank of a run: RANK and WORLD_SIZE are set,
+    and all variables of NUMBERS that are set are numbers."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not _no_numbers()
 
 
@@ -102,8 +103,9 @@ def check_sweep() -> None:
 
 
 def leashed() -> None:
-    """Ends this rank when the command that started it exits for any reason. A thread watches stdin, which is closed
-    when the command exits. A no-op if torchrun started the rank."""
+    """Ends this rank when the command that started it exits for any reason: with SIGTERM, and if the rank is still
+    running ORPHANED seconds later, with SIGKILL. A thread watches stdin, which is closed when the command exits. A
+    no-op if torchrun started the rank."""
     if of_run() is not None:
         threading.Thread(target=_watch, daemon=True).start()
 
@@ -131,8 +133,8 @@ def report(how: str, message: str = "") -> None:
 
 
 def _shortened(message: str) -> str:
-    """Returns the message. If the message is longer than MOST characters, for example a traceback, the first line and
-    about the last MOST characters remain, with "..." in place of the text between."""
+    """Returns the message. If the message is longer than MOST characters, for example a traceback, returns the first
+    line (at most MOST characters), a line with "...", and the complete lines among the last MOST characters."""
     if len(message) <= MOST:
         return message
     return "\n".join((message.splitlines()[0][:MOST], "  ...", *message[-MOST:].splitlines()[1:]))
@@ -147,7 +149,8 @@ def says(message: str) -> bool:
     With lowmem's own command, all ranks except rank 0 print the error to stderr, which is their own log, and the
     command prints the error that a rank reports. With torchrun, a rank whose stderr is redirected to its own log prints
     each error there, and if it is the first rank with this error, this function writes the error to the terminal. If
-    stderr is not redirected, only the first rank with the error prints it.
+    stderr is not redirected, only the first rank with the error prints it. If the store is not hosted by torchrun's
+    agent, or is no longer available, every rank counts as the first rank with the error.
     """
     if of_run() is not None:
         return number() > 0

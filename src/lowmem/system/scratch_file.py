@@ -1,11 +1,13 @@
-"""Stores bytes on a drive in unnamed files. `offload/drive.py` keeps masters and optimizer state in such files.
+"""Stores bytes on a drive in unnamed files. `offload/drive.py` keeps masters, optimizer state and, with
+weights.drive_holds=all, 16-bit weights in such files.
 
 A pool of threads reads and writes the files with direct I/O, which bypasses the page cache. Direct I/O requires that
 the memory address, the file offset and the length are multiples of a page. On file systems without direct I/O (some
 network and overlay file systems), reads and writes go through the page cache.
 
-An unnamed file exists only while it is open. So a process never leaves a file behind, however the process ends, and two
-processes never share a file. Space is allocated before anything is written, so that a full drive raises an error
+An unnamed file exists only while it is open or mapped. So no file remains after a process has ended for any reason, and
+two processes never share a file. (On file systems without O_TMPFILE, a file has a name until it is unlinked,
+immediately after its creation.) Space is allocated before anything is written, so that a full drive raises an error
 immediately and not in the middle of a run.
 """
 
@@ -197,8 +199,8 @@ class ScratchFile:
         return view
 
     def check(self) -> None:
-        """Reads the whole file once, so that an unreadable drive raises an OSError here. Without this check, a page of
-        a map that cannot be read would end the process with a signal (SIGBUS) and without a message."""
+        """Reads the whole file once, so that an unreadable drive raises an OSError here. Without this check, an
+        unreadable page of a memory map would end the process with a signal (SIGBUS) and without a message."""
         memory = buffer(PIECE)
         for start in range(0, self.size, PIECE):
             part = memoryview(memory)[: min(PIECE, self.size - start)]

@@ -33,8 +33,9 @@ def at_once(sent: signal.Signals) -> None:
 
 @contextmanager
 def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None]]:
-    """Calls `handler` for each signal of ENDING inside the `with`. Signals that the process ignores (nohup, `&`) stay
-    ignored. In a thread other than the main thread, this is a no-op.
+    """Calls `handler` for each signal of ENDING inside the `with`, except for signals within ECHO_SECONDS after another
+    signal. Signals that the process ignores (nohup, `&`) stay ignored, and handlers of C code stay installed. In a
+    thread other than the main thread, this is a no-op.
 
     Yields:
         A function that installs the handlers again if other code has replaced them.
@@ -68,7 +69,8 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
 def ending(error: BaseException | None) -> Ended | None:
     """Returns the `Ended` that caused an error, or None if a signal did not cause it. C++ code and cleanup code may
     replace `Ended` by another error, so the chain of causes is searched. Ctrl-C in a terminal also ends compilers that
-    this process has started, which raises a CalledProcessError."""
+    this process has started, which raises a CalledProcessError; for this error, returns a new `Ended` of the signal
+    that was received last."""
     seen: set[int] = set()  # two errors may be each other's context
     while error is not None and id(error) not in seen:
         if isinstance(error, Ended):

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 class Stop(Callback):
     """A callback that ends training at `max_steps`. If any rank has received a signal, the callback ends training after
     the current window, or a running evaluation before its next micro-batch. A second signal ends the program
-    immediately.
+    immediately, and so does a signal before training starts.
 
     Must be the first callback: if it stops an evaluation before a micro-batch, the hooks of the other callbacks do not
     run for that micro-batch.
@@ -66,8 +66,8 @@ class Stop(Callback):
         """Context manager that handles signals during `Trainer.fit` and while the summary is written. The previous
         handlers are restored at the end of the `with`.
 
-        A handler that remained installed would ignore later signals, and would keep this callback and its model in
-        memory.
+        A handler that remained installed would raise `Ended` if later code, for example in a notebook, received a
+        signal.
         """
         with signals.handled(self._stop) as self._install:
             try:

@@ -319,10 +319,11 @@ def _documents(position_ids: Tensor) -> Tensor:
 
 
 def hand_on_first_tokens() -> None:
-    """Patches transformers for the rest of the process, so that the host does not wait for the GPU to find the
-    documents of packed rows. The loader sets `counted_first` (a list: the offset of each document's first token, and
-    the number of tokens) on position ids; the patch uses this list, and also sets it on the document indices from which
-    masks are made. For position ids without `counted_first`, transformers reads the values from the GPU. Instead: an
+    """Patches transformers for the rest of the process, so that finding the documents of packed rows does not make the
+    host wait for the GPU. The loader sets `counted_first` (a list: the offset of each document's first token, and the
+    number of tokens) on position ids; the patch uses this list, and also sets it on the document indices from which
+    masks are made. If each row is a single document, the patch returns None, so that transformers makes masks without
+    document indices. For position ids without `counted_first`, transformers reads the values from the GPU. Instead: an
     argument of transformers."""
     from transformers import masking_utils
 

@@ -1,4 +1,5 @@
-"""Defines units and categories of memory, and formats sizes, durations and counts. Does not import torch."""
+"""Defines units and categories of memory, formats sizes, durations and counts, and parses intervals. Does not import
+torch."""
 
 import math
 import re
@@ -43,7 +44,7 @@ def steps_or_seconds(every: object) -> tuple[float, float]:
     """Parses an interval of steps or time. Returns (500, inf) for 500 and (inf, 1800.0) for "30min".
 
     Raises:
-        ValueError: `every` is not a positive integer or a number of minutes.
+        ValueError: `every` is neither a positive integer nor a positive number of minutes.
     """
     minutes = re.fullmatch(r"(\d+(?:\.\d+)?) ?min", str(every))
     if minutes and float(minutes[1]):

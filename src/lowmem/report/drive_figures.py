@@ -1,5 +1,5 @@
-"""Reports the bytes that a run stores on a drive, and the bytes that each step reads from and writes to it. (Writing
-wears out a drive.)"""
+"""Reports the bytes that a run stores on a drive, and the bytes that each step reads from the drive and writes to the
+drive. (Writing wears out a drive.)"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,7 +63,7 @@ def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
 
 
 def rate(numbers: Mapping, way: str) -> str:
-    """Returns the average rate during a step as a text with its unit. Args: numbers: the result of `figures`; way:
-    "read" or "written"."""
+    """Returns the average rate during a step as a text with its unit; "- GB/s" if the seconds per step are not known.
+    Args: numbers: the result of `figures`; way: "read" or "written"."""
     per_second = numbers[f"{way}_gb_per_second"]
     return "- GB/s" if per_second is None else f"{per_second:.2f} GB/s"

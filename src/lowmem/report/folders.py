@@ -1,7 +1,7 @@
 """Reads the folders of runs and sweeps, which may be finished, failed or still running, and formats a table of runs.
 
-compare.py, the W&B logger, and the commands that start the jobs of a sweep or the ranks of a run use this module. These
-commands do not need torch, so this module does not import torch.
+compare.py, the W&B logger, and the commands that start the jobs of a sweep or the ranks of a run use this module.
+compare.py and the commands that start processes do not need torch, so this module does not import torch.
 """
 
 import csv
@@ -140,8 +140,9 @@ FIGURES = {
 
 
 def columns(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the columns of the table. Columns about a drive, and the accuracy on preference pairs, are included if a
-    run has values for them. The rate of learned tokens is included if it differs from the rate of tokens for a run."""
+    """Returns the columns of the table. Columns about a drive, and the accuracy on preference pairs, are included if at
+    least one run has values for them. The rate of learned tokens is included if, in at least one run, it differs from
+    the rate of tokens."""
     rare = [name for name in FIGURES if "drive" in name or name == "accuracy"]
     found = [name for name in FIGURES if name not in rare or any(figure(run, name) is not None for run in runs)]
     return found if any(map(_has_unlearned, runs)) else [name for name in found if name != "learned tokens/s"]
@@ -152,8 +153,8 @@ def _has_unlearned(run: RunFolder) -> bool:
 
 
 def figure(run: RunFolder, column: str) -> float | None:
-    """Returns the value of a column from a run's summary; None if it was not measured. Args: column: a key of
-    FIGURES."""
+    """Returns the value of a column from a run's summary; None if the run has no summary, or did not measure the value.
+    Args: column: a key of FIGURES."""
     try:
         return number(FIGURES[column][0](run.summary))
     except (ArithmeticError, LookupError, TypeError):
@@ -171,7 +172,7 @@ def number(value: object) -> float | None:
 
 def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """Returns a table with a row per run: the overrides in which runs differ, and the run's figures. If rows are wider
-    than WIDTH characters, each run has a second line with its overrides. Args: names: names of the runs."""
+    than WIDTH characters, these overrides follow in a second line of each run. Args: names: names of the runs."""
     keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
     written_columns = dict(written(runs, column) for column in columns(runs))
     shown, figures = [*written_columns], zip(*written_columns.values(), strict=True)
@@ -199,8 +200,8 @@ def reasons(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
 
 
 def notes(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
-    """Returns a note about runs of earlier versions, whose numbers of tokens cannot be compared with the other runs'
-    numbers. Empty if all runs are comparable."""
+    """Returns a list with one note about runs of earlier versions, whose numbers of tokens cannot be compared with the
+    other runs' numbers. The list is empty if all runs are comparable."""
     learned_only = {
         name: "learned_tokens" not in run.summary for name, run in zip(names, runs, strict=True) if run.summary
     }
@@ -262,6 +263,7 @@ def lines_of(file: Path) -> list[str]:
 
     Raises:
         Refused: the file is damaged.
+        OSError: the file cannot be read.
     """
     try:
         lines = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -277,8 +279,8 @@ def _order(folder: Path) -> tuple:
 
 
 def line(text: str) -> str:
-    """Returns the most informative line of an error: the last line of a traceback, or the first line of any other
-    text."""
+    """Returns the most informative line of an error, at most LINE characters: the last line of a traceback, or the
+    first line of any other text."""
     lines = text.splitlines() or [""]
     return lines[-1 if lines[0].startswith("Traceback") else 0][:LINE]
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def tell_files(output_dir: Path) -> None:
-    """Prints a sentence with the run's folder and the names of the files and folders in it."""
+    """Prints a sentence with the run's folder and the names of the files and folders in it, except hidden ones."""
     paths = sorted(path for path in output_dir.iterdir() if path.name[0] != ".")
     print(folded(f"wrote {_shown(output_dir)}/: {', '.join(path.name + '/' * path.is_dir() for path in paths)}"))
 
@@ -30,8 +30,9 @@ def tell_export(output_dir: Path) -> None:
 def tell_commands(
     output_dir: Path, work: str, summary: Mapping[str, object], max_steps: int, prompt: Callable[[], str]
 ) -> None:
-    """Prints commands that users can copy: a command that generates text, if a model was exported, and after training
-    also commands that evaluate and resume the run. Prints nothing for a run from a notebook.
+    """Prints commands that users can copy: a command that generates text, if a model was exported and the run was not
+    interrupted, and after training also commands that evaluate and resume the run. Prints nothing for a run from a
+    notebook.
 
     Args:
         output_dir: the run's folder.
@@ -68,8 +69,8 @@ def tell_folders(run: Run, output_dir: Path) -> None:
 
 
 def tell_lr(run: Run) -> None:
-    """Logs advice if an adapter is trained with the default learning rate of the model, which is meant for training all
-    weights."""
+    """Logs advice if a new run trains an adapter of a pretrained model with the model's default learning rate, which is
+    meant for training all weights."""
     if run.adapter_class.freezes_base and run.model.pretrained and run.lr == run.model.lr and run.resume is None:
         log.info(
             f"lr={run.lr} is meant for training all weights. Adapters need a learning rate ten times as high or more: "

@@ -115,7 +115,7 @@ class Metrics(Callback):
     def _count_time(self, tokens: int, learned_tokens: int) -> None:
         now = time.perf_counter()
         self._windows += 1
-        if self._windows == WARM_UP_STEPS + 1:  # drops the warm-up; only shorter runs report its windows
+        if self._windows == WARM_UP_STEPS + 1:  # drops the warm-up windows; only shorter runs report them
             self.step_seconds, self._seconds, self._tokens, self._learned_tokens = [], 0.0, 0, 0
         self.step_seconds.append(now - self._since)
         self._seconds += now - self._since
@@ -183,8 +183,8 @@ class Metrics(Callback):
             {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
             for (name, bits), loss, figures in losses
         ]
-        # a metric is None if all answers have the same rating; then the accuracy means nothing, and early stopping
-        # ignores it
+        # If all answers of a set have the same rating, one of its metrics is None. Then the accuracy means nothing, and
+        # early stopping does not get it.
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
@@ -204,7 +204,7 @@ class Metrics(Callback):
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
         if new := [
             column for column in row if column not in self._csv.fieldnames
-        ]:  # columns of a drive or of a user's metric, which are not known before
+        ]:  # columns of a drive or of a user's metric, which are not known when the file is opened
             self._out.close()
             self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=math.inf)
         counted = {"tokens": module.tokens, "learned_tokens": module.learned_tokens}

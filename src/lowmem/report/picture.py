@@ -3,7 +3,7 @@ drive.
 
     left             one optimizer step: live tensors on the device, by category
     top right        the run: live tensors on the device at the peak of each step, by category, and CUDA's allocator
-    below            the run: resident memory of the process
+    below that       the run: resident memory of the process
     bottom right     the run: bytes on the drive, if the run uses a drive
 
 Categories have equal colors in all charts. Memory without categories (of the process, of CUDA's allocator, on the
@@ -99,8 +99,8 @@ def drawn(
 
 
 def thinned(rows: Iterable[dict], last: int) -> list[dict]:
-    """Returns fewer rows of memory.csv, without losing peaks. In each interval of steps, the step with the highest
-    value of a column is kept with all its rows, for each column that is drawn.
+    """Returns fewer rows of memory.csv, without losing peaks. For each drawn column and each interval of steps, keeps
+    all rows of the step with the column's highest value.
 
     Args:
         rows: rows of memory.csv, in order; an iterator is read lazily.
@@ -201,8 +201,8 @@ def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
 
 
 def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
-    """Draws device memory by category at the peak of each sampled step, and the bytes of CUDA's caching allocator at
-    every step."""
+    """Draws device memory by category at the peak of each sampled step (without sampled steps: the sum of weights,
+    gradients and optimizer state), and the bytes of CUDA's caching allocator at every step."""
     top = _peaks(rows)
     stacked = [[row[f"{category}_bytes"] / size[0] for row in top.values()] for category in CATEGORIES]
     if top:

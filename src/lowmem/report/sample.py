@@ -28,7 +28,7 @@ from lowmem.system.errors import Refused
 TEMPERATURE = 0.8
 BEGINNING = 8  # number of tokens in a prompt from a plain text, whose tokens are all learned
 EXAMPLE = 40  # maximum number of characters of a prompt in a printed command
-DOCUMENTS, LONGEST = 8, 2048  # documents of a split that are searched for a prompt, and tokens read of each
+DOCUMENTS, LONGEST = 8, 2048  # documents of each split, and tokens of each document, to search for a prompt
 COLUMNS = ("step", "prompt", "greedy", "sampled")
 
 
@@ -146,13 +146,14 @@ def _of_json(line: bytes, number: int, file: Path) -> object:
 
 def example(tokens: Tokens) -> str:
     """Returns a short prompt for a printed command, in one line: the beginning of the first user message of a
-    conversation, or of a text."""
+    conversation, or of a text. Validation documents are searched first, then training documents; returns "Hello" if the
+    first DOCUMENTS of both contain no text."""
     for split in (tokens.val, tokens.train):
         for start, stop in pairwise([0, *split.ends[:DOCUMENTS].tolist()]):
             stop = min(stop, start + LONGEST)
             if words := _first_words(_prompt_in(split.ids[start:stop].tolist(), split.learned(start, stop), tokens)):
                 return words
-    return "Hello"  # no document of the data contains text
+    return "Hello"  # none of these documents contains text
 
 
 def _prompt_in(ids: list[int], learned: np.ndarray, tokens: Tokens) -> str:
@@ -177,6 +178,6 @@ def _first_words(text: str) -> str:
 
 def beginning(micro_batch: MicroBatch) -> Tensor:
     """Returns the token ids of a prompt, (1, T), from the first row of a micro-batch: the tokens before the first
-    learned token, or if all tokens are learned, as in plain text, the first BEGINNING tokens."""
+    learned token, or the first BEGINNING tokens if the row is learned from its second token on, as in plain text."""
     learned = int((micro_batch.labels[0] != IGNORED).int().argmax())
     return micro_batch.input_ids[:1, : learned + 1 if learned else BEGINNING]

@@ -133,8 +133,9 @@ def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str]
 def pieces(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, cuts: Collection[int] = ()
 ) -> Iterator[tuple[int, int, str]]:
-    """Splits tokens into the shortest pieces that decode to complete characters. Yields (start, stop, text) for each
-    piece. Args: cuts: indices of `ids` at which a new piece must begin.
+    """Splits tokens into the shortest pieces that decode to complete characters. A piece also ends before a cut, after
+    LONGEST_CHARACTER tokens and after the last token, even if its last character is incomplete. Yields (start, stop,
+    text) for each piece. Args: cuts: indices of `ids` at which a new piece must begin.
 
     Each piece is decoded together with the piece before it, because many tokenizers drop the space before the first
     word.

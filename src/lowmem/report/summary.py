@@ -78,8 +78,8 @@ def _token_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """Yields the metrics of the validation set, or if there are several sets, a row for each set. Then yields a row for
-    each value of a user's metric."""
+    """Yields a row for each metric of the validation set except the loss, or if there are several sets, a row for each
+    set with all its metrics. Then yields a row for each value of a user's metric."""
     sets = summary["validation"]
     for data_set in sets:
         figures = [(key.replace("_", " "), _number(value, ".4g")) for key, value in data_set.items() if key != "name"]

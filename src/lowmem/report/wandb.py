@@ -42,9 +42,10 @@ def logger(  # noqa: PLR0913
         project: name of the W&B project.
         name: name of the W&B run. None: for a job of a sweep, the overrides in which jobs differ; otherwise the name of
             the run's folder.
-        group: group of the W&B run. None: the name of the sweep's folder.
-        tags: None: the chosen technique of each group, such as "optim=adamw".
-        offline: None: online if an API key is set and the server answers within two seconds.
+        group: group of the W&B run. None: the last two folders of the sweep's path; no group for a run without a sweep.
+        tags: None: the chosen techniques that have an effect, such as "optim=adamw".
+        offline: None: the mode in the environment variable WANDB_MODE. If it is not set, the run is online if an API
+            key is set and the server answers within two seconds.
         run_id: id of the W&B run to continue. None: start a new run.
     """
     if find_spec("wandb") is None:
@@ -57,7 +58,7 @@ def logger(  # noqa: PLR0913
     folder.mkdir(parents=True, exist_ok=True)
     sweep, differs = of_sweep(folder)
     mode = _mode(folder) if offline is None else ("offline" if offline else "online")
-    run = wandb.init(  # not by Lightning, which passes a setting about which W&B warns
+    run = wandb.init(  # Lightning's logger would pass a setting about which W&B warns
         project=project,
         name=name or differs or folder.name,
         group=group or sweep,
@@ -77,8 +78,8 @@ def logger(  # noqa: PLR0913
 
 
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
-    """Returns the name of the sweep to which a job's folder belongs, and the overrides in which the job differs from
-    other jobs as a text (paths at the end). (None, None) if the folder does not belong to a sweep."""
+    """Returns two texts about the job in a folder: the last two components of its sweep's path, and the overrides in
+    which the job differs from other jobs (paths at the end). (None, None) if the folder does not belong to a sweep."""
     if (sweep := folders.sweep_of(folder)) is None:
         return None, None
     content = yaml.safe_load((sweep / "multirun.yaml").read_text(encoding="utf-8"))

@@ -15,13 +15,13 @@ from lowmem.report.colours import INK, OF_CATEGORY, OF_RUNS
 from lowmem.report.compare.figures import AXES, Curve, Figures
 from lowmem.system.units import CATEGORIES
 
-LINE = 30  # characters per line of a hover label, so that it fits on the screen of a phone
+LINE = 30  # characters per line of a hover label, so that the label fits on the screen of a phone
 Unit = tuple[int, str, int]  # (bytes, name, decimals)
 
 
 def paint(every: Sequence[Figures], front: Sequence[Figures]) -> None:
     """Sets the color of each run, and whether the run stands out. If there are at most as many runs as colors, all runs
-    stand out; otherwise only the first runs of the Pareto front do, one for each color."""
+    stand out; otherwise only the first runs of the Pareto front stand out, one for each color."""
     for i, run in enumerate(sorted(every, key=lambda run: run not in front)):
         run.colour = OF_RUNS[i % len(OF_RUNS)]
         run.stands_out = i < len(OF_RUNS) and (len(every) <= len(OF_RUNS) or run in front)

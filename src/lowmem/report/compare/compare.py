@@ -47,7 +47,8 @@ def compare(paths: Sequence[Path], to: Path | None = None) -> list[Path]:
         The paths of both files.
 
     Raises:
-        Refused: a folder does not exist or contains no run.
+        Refused: a path does not exist, is a file, or contains no run.
+        OSError: a file cannot be written.
     """
     runs = list({run.folder.resolve(): run for folder in paths for run in folders.runs_below(folder)}.values())
     names = _names([run.folder for run in runs])

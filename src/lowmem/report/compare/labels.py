@@ -32,8 +32,8 @@ def labels(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
 
 
 def shortened(values: Sequence[str]) -> list[str]:
-    """Shortens values with more than LONG characters: first removes the folders or words with which all values begin or
-    end, and then the middle of each value."""
+    """Shortens values if one of them has more than LONG characters: first removes the folders or words with which all
+    values begin or end, and then the middle of each value that is still too long."""
     short = list(values)
     for separators in ("/", "/_ -"):
         if max(map(len, short), default=0) > LONG and len(set(short)) > 1:
@@ -56,7 +56,8 @@ def _shared(values: Sequence[str], separators: str) -> int:
 
 def _column(key: str, keys: Sequence[str], values: Sequence[str | None]) -> list[str | None]:
     """Returns the part of each run's label that is about one key: the value alone if readers understand it, otherwise
-    the last component of the key and the value. None for runs without the key."""
+    the key and the value. If only one key has its last component, the other components of this key are left out. None
+    for runs without the key."""
     last = key.rpartition(".")[2]
     name = last if [other.rpartition(".")[2] for other in keys].count(last) == 1 else key
     typed = list(dict.fromkeys(value for value in values if value is not None))

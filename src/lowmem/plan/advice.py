@@ -41,7 +41,7 @@ def out_of_memory(
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
     """Returns overrides that save memory: the advised technique of each group in which the run's technique saves no
-    memory, a smaller batch_size, and a smaller seq_len. Args: see `out_of_memory`."""
+    memory, half the batch_size (if it is above 1), and half the seq_len. Args: see `out_of_memory`."""
     tries = []
     for group in groups():
         known = techniques(group)
@@ -49,7 +49,8 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
             known.get(choices.get(group)),
             next((name for name, technique in known.items() if technique.advised), None),
         )
-        if first is None:  # such as weights=streamed, which needs changes in other groups: only the planner suggests it
+        # for example the group `weights`: streaming needs changes in other groups, so only the planner suggests it
+        if first is None:
             continue
         if group != "accumulation":
             tries += [f"{group}={first}"] if used is None or not used.saves else []

@@ -80,7 +80,8 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
     Raises:
         Refused: the run needs more memory than the device, the host or the drive has. The message names a recipe that
-            fits, if there is one. A prediction that is only an estimate never refuses a run.
+            fits, if there is one. A prediction that is only an estimate never refuses a run. `predict` also refuses
+            runs that train.py would refuse with plan=off.
     """
     if run.plan == "off":
         return None
@@ -102,9 +103,9 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
 
 def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
-    """Returns advice for a run that ran out of device memory after it was predicted: the command of a recipe that is
-    predicted to need at least 10 % less device memory, or a sentence that says that there is no such recipe. None: the
-    run was not predicted, or the search failed."""
+    """Returns advice for a run that ran out of device memory after its memory was predicted: the command of a recipe
+    that is predicted to need at least 10 % less device memory, or a sentence that says that there is no such recipe.
+    None: the run was not predicted, or the search failed."""
     if prediction is None:
         return None
     log.info("Out of memory: searching for a recipe that needs less memory ...")

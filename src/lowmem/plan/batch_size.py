@@ -1,4 +1,5 @@
-"""Implements batch_size=auto: finds the largest divisor of the effective batch size whose micro-batch fits.
+"""Implements batch_size=auto: finds the largest batch_size that fits. It must divide the effective batch size, or with
+several devices, each device's share of the effective batch size.
 
 The planner predicts the largest size that fits, and a trial checks this size. If the trial does not fit, or with
 plan=off, the size is found by bisection with further trials. The effective batch size, and so the computed update, does

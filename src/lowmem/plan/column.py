@@ -44,7 +44,7 @@ class Column:
 @dataclass(frozen=True)
 class DeviceBytes(Column):
     """Device memory in the phase that needs the most. `total` is the memory of the smallest card on which the run
-    works."""
+    works; on a CPU, it is the bytes of tensors."""
 
     phase: str
     weights: int = 0

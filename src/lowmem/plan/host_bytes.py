@@ -120,7 +120,7 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
 
 def _kept_on_host(trace: MemoryTrace, on_card: bool) -> dict[str, int]:
     """Returns the host memory while a model with streamed weights is loaded: all weights are still on the host, and the
-    masters are split off, one weight at a time."""
+    masters are created, one weight at a time."""
     waiting = trace.streamed + trace.outside
     others = trace.weights - trace.slots if on_card else 0  # resident weights, which are moved to the device later
     return {"weights": waiting + others, "masters": trace.host_bytes - waiting}

@@ -132,6 +132,7 @@ def predict(
     Raises:
         NotPredicted: the model cannot be traced.
         Refused: train.py would refuse the run, too.
+        Exception: a bug of lowmem, see `untraceable`.
     """
     compiled, libraries = run.compiles_blocks, process.rss_bytes() if libraries is None else libraries
     if compiled:

@@ -26,7 +26,8 @@ class Target:
 
     @property
     def context_bytes(self) -> int:
-        """Returns the bytes of device memory for the CUDA context, which torch's allocator cannot reserve."""
+        """Returns the bytes of device memory for the CUDA context, which torch's allocator cannot reserve; 0 if `card`
+        is None."""
         return self.card.context_bytes if self.card else 0
 
     @property

@@ -4,7 +4,7 @@ allocations. `prediction.py` replays the allocations of a traced run.
     request (rounded to 512 B)    segment
     up to 1 MiB                   2 MiB, shared
     below 10 MiB                  20 MiB, shared
-    larger                        a separate segment, rounded to 2 MiB
+    larger                        a separate segment, rounded up to 2 MiB
 
 A freed block is merged with adjacent free blocks and can be reused. A request takes the smallest free block that is
 large enough, and among blocks of equal size the block with the lowest address. Segments stay reserved until the card is

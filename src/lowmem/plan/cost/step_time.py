@@ -16,7 +16,8 @@ the 16-bit weights on the drive.
 - Without early updates, the host first computes the norm of all gradients. Then the update overlaps with the first
   forward pass of the next window.
 - An update on the card, or on the host with CPU offload, does not overlap with a pass.
-- If the device is a CPU, only the updates on the host and the drive overlap; all other work is sequential.
+- If the device is a CPU, only two resources overlap with each other: the host (sums and updates) and the drive (reads
+  and writes). All other work is sequential.
 - An asynchronous exchange between devices overlaps with the pass that starts it. The device waits for all other
   exchanges.
 """
@@ -68,8 +69,8 @@ class Load(NamedTuple):
 
     def seconds(self, link: LinkBandwidth | None) -> float:
         """Returns the seconds until all resources have finished. While the link copies down at its full rate, copies up
-        reach only the share `link.duplex` of their rate. Without a link (the device is a CPU), only updates on the
-        host and the drive overlap."""
+        reach only the share `link.duplex` of their rate. Without a link (the device is a CPU), only the host and the
+        drive overlap with each other, and nothing is copied down."""
         if link is None:
             return self.compute + self.up + max(self.host, self.drive)
         return max(*self, self.up + (1 - link.duplex) * self.down)
@@ -135,8 +136,8 @@ def _passes(
 def _step(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], passes: tuple[Load, Load]
 ) -> float:
-    """Returns the seconds that the gradient norm and the update add to a window, because they do not overlap with a
-    pass. Args: passes: the result of `_passes`."""
+    """Returns the seconds of the gradient norm and of the update that do not overlap with a pass, and so make the
+    window longer. Args: passes: the result of `_passes`."""
     norm, update, link = durations["step"], durations["update"], machine.link
     if link is None or trace.steps_on_host or trace.waits_on_host:
         update *= run.technique("optim").cpu_factor

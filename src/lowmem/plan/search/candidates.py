@@ -4,7 +4,7 @@ and all typed overrides except overrides of the groups in may_change=.
 
     Typed                    the typed overrides, and the groups that a recipe may change
     PrecisionAndOptimizer    a precision with an optimizer
-    Route                    both, with a strategy and a place for the weights (resident or streamed)
+    Route                    a PrecisionAndOptimizer with a strategy and a place for the weights (resident or streamed)
 
 `climb.py` chooses the micro-batch size, the checkpointing and the loss of a route.
 """
@@ -210,8 +210,9 @@ def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str]
 
     With host masters, one route has several micro-batches per step, and another route has a single micro-batch: several
     micro-batches need fp32 sums of gradients in host memory, and a single micro-batch needs more device memory. With
-    streamed weights and several micro-batches there is a route for each weights.order, unless weights.order was typed.
-    optim.in_backward=true is a separate route with a single micro-batch.
+    streamed weights, there are two routes with several micro-batches, one for each weights.order, unless weights.order
+    was typed. optim.in_backward=true is a separate route with a single micro-batch, unless the key was typed or the run
+    would be refused.
 
     Args:
         names: the strategies to try.
@@ -245,8 +246,8 @@ def _fastest_first(typed: Typed, group: str) -> list[str]:
 
 
 def strategies(typed: Typed) -> list[str]:
-    """Returns the strategies to try: the typed strategy, or if none was typed for several devices, all strategies that
-    declare `tried` and work with this number of devices (`_makes_up`)."""
+    """Returns the strategies to try. For one device, or if a strategy was typed, returns only the strategy of the typed
+    run; otherwise all strategies that declare `tried` and work with this number of devices (`_makes_up`)."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, technique in techniques(SHARED).items() if technique.tried and _makes_up(typed, name)]

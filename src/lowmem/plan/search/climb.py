@@ -74,8 +74,8 @@ class Climb:
         return found if found is not None and found.recipe.seconds < than else None
 
     def of_least_memory(self) -> Looked | None:
-        """Returns the recipe that needs the least memory. None: `look` has returned None for all recipes with the
-        smallest micro-batch."""
+        """Returns the recipe that needs the least memory among the recipes for which `look` does not return None. None:
+        `look` has returned None for all recipes with the smallest micro-batch."""
         ways = product(reversed(self.losses), reversed(self.checkpointings))
         looked = (self.look(Settings(checkpointing, loss, self.smallest)) for loss, checkpointing in ways)
         return next((recipe for recipe in looked if recipe is not None), None)

@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 
 class Line(NamedTuple):
-    """The extrapolation to the full depth: the trace of `near` blocks, plus `steps` times its difference to the trace
-    of `far` blocks."""
+    """The extrapolation to the full depth: near + steps * (far - near), where near and far stand for the traces of a
+    model with `near` blocks and of a model with `far` blocks."""
 
     near: int
     far: int

@@ -1,8 +1,8 @@
 """Makes a trace on a CPU allocate the tensors that a run on CUDA allocates, so that a machine without a card can plan
 for a card.
 
-Dropout, attention, autocast and torch.optim allocate other tensors on a CPU than on CUDA. This module replaces all four
-during the trace, and names the source file in torch that each replacement follows.
+Dropout, attention, autocast and torch.optim do not allocate the same tensors on a CPU as on CUDA. This module replaces
+all four during the trace, and names the source file in torch that each replacement follows.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,9 +60,9 @@ def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
     are allocated in backward.
 
     Each thread that computes matrix products has a separate workspace: the training thread in forward, and autograd's
-    thread in backward. With weights.order=by_layer, each micro-batch has a thread that computes both passes, so all
-    their workspaces are allocated in forward. In this case the second value is the workspace of the training thread,
-    which computes evaluations.
+    thread in backward. With weights.order=by_layer, each micro-batch has a thread that computes both passes, so the
+    workspaces of all micro-batches are counted in forward, and the second value is the workspace of the training
+    thread, which computes evaluations. Pipelines are counted in the same way as by_layer.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))
     return (run.windows.largest if run.overlaps else 1) * size, size

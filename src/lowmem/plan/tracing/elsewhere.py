@@ -44,7 +44,8 @@ def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, ra
 
 
 def main() -> None:
-    """Runs in the separate process: reads a run from stdin, traces it, and writes the trace, or Refused, to stdout."""
+    """Runs in the separate process: reads a run from stdin, traces it, and writes the trace to stdout, or the `Refused`
+    that `trace` raised."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that libraries print must not be mixed with the answer
     values, *others = pickle.load(sys.stdin.buffer)

@@ -15,7 +15,7 @@ from lowmem.system.torch_private import ATTENTION, ATTENTION_BACKWARD, OpOverloa
 class Work(NamedTuple):
     """The work of one operator."""
 
-    dtype: torch.dtype  # dtype of the matrix products
+    dtype: torch.dtype  # dtype of the first tensor that the operator reads, and so of the inputs of a matrix product
     flops: int  # FLOPs of matrix products and attention; 0 for all other operators
     moved: int  # bytes that are read and written; a tensor that is changed in place counts twice
 
@@ -77,7 +77,7 @@ def _touched(func: OpOverload) -> tuple[list[str], Touched]:
     changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     read = {a.name for a in arguments if not a.is_out}
     if name.startswith("_fused_"):
-        changed.discard("grads")  # gradients would only change with a loss scale, which is not passed
+        changed.discard("grads")  # fused optimizers change gradients only if a loss scale is passed
     if name.removeprefix("_foreach_") in _OVERWRITE or name.endswith("_like") or name.startswith("new_"):
         read.discard("self")
     return [a.name for a in arguments], Touched(frozenset(read), frozenset(changed))

@@ -36,7 +36,9 @@ from lowmem.system.torch_private import (
     tree_leaves,
 )
 
-EXPERTS = 3  # traced experts of a mixture that calls its experts one by one; the third gradient is added to a sum
+# Number of traced experts of a mixture that calls its experts one by one. With three experts, a gradient is also added
+# to the sum of two gradients, as with more experts.
+EXPERTS = 3
 # Maximum number of operators of a micro-batch: four times the number in GPT-2 XL. The limit ends loops that depend on
 # values, which might never end on fake tensors.
 OPERATORS = 250_000
@@ -73,8 +75,9 @@ _known: dict[tuple, Known] = {}  # the cache: (operator, shapes of arguments, ..
 
 
 class ShapeMode(LeanFakeTensorMode):
-    """A fake tensor mode that returns True for data-dependent checks, counts the work of each operator, and passes
-    outputs to memory trackers. Args: over_gloo: whether devices communicate over gloo instead of NCCL."""
+    """A fake tensor mode that answers data-dependent checks with True and reads of a number with a fixed number, counts
+    the work of each operator, and passes outputs to memory trackers. Args: over_gloo: whether devices communicate over
+    gloo instead of NCCL."""
 
     def __init__(self, over_gloo: bool = False) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ class ShapeMode(LeanFakeTensorMode):
         if plain:
             key += kwargs
             if len(numbers := [*map(id, tensors)]) > len({*numbers}):
-                key += map(numbers.index, numbers)  # for example, x * x reads one tensor
+                key += map(numbers.index, numbers)  # for example x * x, where both arguments are one tensor
             known = _known.get(key := tuple(key))
             if known is not None:
                 return self._outputs(known, tensors), known.work

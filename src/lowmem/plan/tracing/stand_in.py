@@ -113,7 +113,7 @@ class StandIn(Optimizer):
             self.state[p]["paged"] = round(leaves * p.numel())
             self.state[p] |= {key: _bytes(size, p) for key, size in enumerate(stays)}
         _bytes(rate.scratch, p)
-        weight.add_(gradient)  # as a fused kernel: reads the gradient, reads and writes weight and state
+        weight.add_(gradient)  # like a fused kernel, reads the gradient, and reads and writes weight and state
         for state in self.state[p].values():
             if isinstance(state, Tensor):
                 state.neg_()

@@ -9,7 +9,7 @@ as "are all gradients finite?") return True.
 The traced window may have fewer micro-batches than a window of the run:
 
 - One device: a single micro-batch represents all micro-batches. Before it, `Steady` creates the optimizer state, and
-  with gradient accumulation also the gradients of an earlier micro-batch.
+  with gradient accumulation or host masters also the gradients of an earlier micro-batch.
 - Several devices: one rank is traced, and the other ranks are simulated (`one_rank.py`). Strategies keep buffers from
   one window to the next, so a window is executed before the traced window. With gradient accumulation each of these
   windows has two micro-batches.
@@ -118,7 +118,10 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
         rank: the rank to trace if the run has several devices.
 
     Raises:
-        Exception: the model's code needs real values. `untraceable` distinguishes such an error from a bug of lowmem.
+        Refused: train.py would refuse the run, too, or this process belongs to a process group and cannot simulate
+            ranks.
+        Exception: the model's code needs real values, or the trace is too long. `untraceable` distinguishes such an
+            error from a bug of lowmem.
     """
     run = _here(run)
     config = of_depth(model.describe(run, plans=True).grown, depth)
@@ -331,7 +334,7 @@ def quietly() -> Iterator[None]:
 
 class Steady(Callback):
     """Before the traced window, creates the tensors that exist at the beginning of a later window: the optimizer state,
-    and with gradient accumulation the gradients of an earlier micro-batch.
+    and with gradient accumulation or host masters the gradients of an earlier micro-batch.
 
     During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. `Steady`
     comes after all other callbacks except the callbacks of the loss, whose work is counted, too.
@@ -400,7 +403,8 @@ class Steady(Callback):
 
     def _step_all(self, module: LightningModule) -> None:
         """Creates the optimizer state of every parameter, as after a first step. Only two parameters of each kind are
-        stepped; the other parameters of the kind get state of the same sizes (`another`)."""
+        stepped; the other parameters of the kind get state of the same sizes (`another`). If the precision stores
+        tensors on the device in addition to weights, gradients and optimizer state, every parameter is stepped."""
         optimizer, masters = module.optimizer, {} if module.masters is None else module.masters.masters
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[tuple, list[Tensor]] = {}

@@ -64,8 +64,8 @@ NOTHING = Traffic()
 
 
 def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int] | None:
-    """Returns the properties of a collective, a send or a receive, and the bytes of its full tensor. None: the operator
-    is none of these."""
+    """Returns the properties of a collective, a send or a receive, and the bytes of its full tensor. None: any other
+    operator."""
     if func.namespace not in SPACES:
         return None
     name = schema(func).name.split("::")[1].strip("_")

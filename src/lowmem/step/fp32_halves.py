@@ -12,7 +12,8 @@ zero.
 
 Rounding to nearest even could not be inverted: 65,537 fp32 numbers round to each even bf16 number, and a 16-bit
 remainder distinguishes only 65,536. An fp16 weight cannot be the upper half of its master, because fp16 has fewer
-exponent bits than fp32. The split costs one more addition per weight and step. Source: github.com/tascj/offload_adam.
+exponent bits than fp32. Joining the halves costs one more addition per weight and step. Source:
+github.com/tascj/offload_adam.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """Unscales and clips stored gradients, and computes gradient norms.
 
-The optimizers in `step/optimizer.py` and `offload/host_optimizer.py` use these functions, and strategies compute their
-norms with them. A stored gradient has 16 or 32 bits, and may still be multiplied by the loss scale.
+The optimizers in `step/optimizer.py` and `offload/host_optimizer.py` call these functions, and strategies compute
+gradient norms with `norm_of` and `norm_of_all`. A stored gradient has 16 or 32 bits, and may still be multiplied by the
+loss scale.
 """
 
 import math

@@ -5,10 +5,10 @@ summary.
     InPieces    `step_narrow`: updates a 16-bit weight that has no fp32 weight on the host
     RunsAs      `runs_as`: names the implementation in use
 
-`HostWeight.step` calls `step_from`, and `StochasticHostWeight.step` calls `step_narrow` (`offload/host_weight.py`). On
-a card both run in the host thread. An optimizer that does not implement the interface is called through `step`:
-gradient and weight are converted to fp32, `step` is called, and the result is rounded. `OnePass` and `InPieces` avoid
-these fp32 copies.
+`HostWeight.step` calls `step_from`, and `StochasticHostWeight.step` calls `step_narrow` (`offload/host_weight.py`). If
+the model computes on a card, these two callers run in the host thread. If an optimizer lacks the interface, the caller
+converts gradient and weight to fp32, calls the optimizer's `step`, and rounds the result. `OnePass` and `InPieces`
+avoid these fp32 copies.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """Wraps a torch optimizer, so that all kinds of weights have one interface for the update at the end of a window.
 
-A window is the micro-batches of one optimizer step. `training_step` calls these methods of the wrapper in this order;
-a skipped step leaves out `clip` and `step`:
+A window is the micro-batches of one optimizer step. `training_step` calls these methods of the wrapper in this order.
+It does not call `clip` and `step` if it skips the step, and calls none of the methods if no token of the window counts
+in the loss:
 
     finish            complete the gradients, compute their norm, check that loss and gradients are finite
     clip              by value, then by global norm
@@ -11,9 +12,9 @@ a skipped step leaves out `clip` and `step`:
 The classes of wrappers:
 
     WindowOptimizer         this module: the interface
-      DeviceOptimizer       this module: fp32 weights on the device, with gradients in `p.grad`
-        NarrowOptimizer     `techniques/precision/weights_16bit.py`: 16-bit weights on the device
-      HostOptimizer         `offload/host_optimizer.py`: weights that the CPU updates
+      DeviceOptimizer       this module: fp32 weights, with gradients in `p.grad`
+        NarrowOptimizer     `techniques/precision/weights_16bit.py`: 16-bit weights, with gradients in `p.grad`
+      HostOptimizer         `offload/host_optimizer.py`: masters in host memory, and streamed weights
 
 A wrapper shares the parameter groups and the state of the inner optimizer, so schedules, loggers and checkpoints see a
 single optimizer. Lightning's own gradient handling (unscaling, clipping) is not used: it does not unscale for fused
@@ -46,7 +47,8 @@ class WindowOptimizer(Optimizer):
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         """Completes a window's gradients, after the window's last backward pass.
 
-        The training thread waits for the device here, once per window, to read whether loss and gradients are finite.
+        The training thread waits here, once per window, until the loss and all gradients are computed, and reads
+        whether they are finite.
 
         Args:
             loss: (), the window's mean loss.
@@ -59,10 +61,10 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def clip(self, norm: Tensor | None, value: float | None, largest: float | None) -> None:
-        """Clips the unscaled gradients by value, then by global norm.
+        """Clips the gradients by value, then by global norm. All arguments refer to unscaled gradients.
 
         Args:
-            norm: the global norm that `finish` has returned.
+            norm: the global norm that `finish` has returned; None: see `Gradients`.
             value: clamps each element to +-value; None: off.
             largest: maximum global norm; None: off.
         """
@@ -85,7 +87,7 @@ class WindowOptimizer(Optimizer):
         return ()
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:
-        """Updates a single parameter with the inner optimizer. Args: group: options of its parameter group; p: the
+        """Updates a single parameter with the inner optimizer. Args: group: options of the parameter's group; p: the
         parameter, whose gradient is `p.grad`."""
         self.inner.param_groups = [{**group, "params": [p]}]
         self.inner.step()
@@ -101,7 +103,8 @@ class WindowOptimizer(Optimizer):
 
 
 class DeviceOptimizer(WindowOptimizer):
-    """Updates parameters on the device.
+    """Updates parameters whose gradients are in `p.grad`, where the parameters are stored: on the device, or with
+    strategy=fsdp_offload in host memory.
 
     Args:
         inner: the wrapped optimizer.
@@ -112,7 +115,7 @@ class DeviceOptimizer(WindowOptimizer):
     def __init__(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm = norm_of_all) -> None:
         super().__init__(inner)
         self.model, self.global_norm = model, global_norm
-        self._parameters = list(model.parameters())  # listed once: a deep model takes milliseconds
+        self._parameters = list(model.parameters())  # listed once: in a deep model this takes milliseconds
         self._stepped_norms: dict[str, Tensor] = {}  # name -> norm of a gradient that was applied inside backward
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
@@ -126,8 +129,8 @@ class DeviceOptimizer(WindowOptimizer):
         return Gradients(None if norm is None else norm / self.scale, are_finite, loss_is_finite)
 
     def _norm(self) -> Tensor | None:
-        """Returns the global norm of the stored gradients, or of the gradients that were applied inside backward. The
-        norm is multiplied by `scale`. Returns None if the window has no gradients."""
+        """Returns the global norm of the stored gradients, or of the gradients that were applied inside backward.
+        Stored gradients, and so their norm, are multiplied by `scale`. Returns None if the window has no gradients."""
         # Sum in the order of the model's parameters, not of the parameter groups. Plain PyTorch loops use the model's
         # order too, so their norms are bit-identical.
         if parameters := [p for p in self._parameters if p.grad is not None]:

@@ -1,7 +1,7 @@
 """Stochastic rounding of fp32 weights to bf16: updates smaller than the spacing of bf16 take effect on average.
 
-With `precision=bf16-sr`, weights on the device (`techniques/precision/weights_16bit.py`) and on the host
-(`offload/host_weight.py`) are rounded by the function in this module. Source: Zamirai et al. 2020, arXiv 2010.06192.
+With `precision=bf16-sr`, the function in this module rounds resident weights (`techniques/precision/weights_16bit.py`)
+and streamed weights (`offload/host_weight.py`). Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 from functools import partial
@@ -19,23 +19,24 @@ def stochastically(
     """Rounds `wide` (fp32) into `narrow` (bf16), up or down at random with probabilities that keep the expected value.
 
     bf16 is the upper half of fp32. A uniform 16-bit random number is added to the lower half, and a carry rounds the
-    magnitude up. Results are clamped to the largest finite bf16 number, since rounding up could give inf. At most CHUNK
-    elements are rounded at a time, because rounding needs 15 bytes of temporary memory per element.
+    magnitude up. Results are clamped to the largest finite bf16 number, since rounding up could give inf. Pieces of at
+    most CHUNK elements, or of a single longer row, are rounded one after another, because rounding needs 15 bytes of
+    temporary memory per element of a piece.
 
     Args:
         wide: fp32.
         narrow: bf16, equal shape; receives the result.
         generator: random number generator on the device of `wide`; None: torch's default generator.
-        on_host: True: check the values first. If all values are in the range of bf16, a faster path gives equal bits in
-            less than half of the time and memory. Use False on a card, where the host would have to wait for the
-            values.
+        on_host: True: check the values of each piece first. If all values of a piece are in the range of bf16, a faster
+            path gives equal bits in less than half of the time and memory. Use False on a card, where the host would
+            have to wait for the values.
     """
     draw = partial(torch.randint, 0, 1 << 16, dtype=torch.int32, device=wide.device, generator=generator)
     wide, narrow = torch.atleast_1d(wide, narrow)
     rows = max(1, CHUNK * len(wide) // max(1, wide.numel()))
     pieces = wide.split(rows)
-    # A CPU generator draws equal numbers piece by piece and all at once. A CUDA generator does not, so on a card all
-    # numbers are drawn at once.
+    # A CPU generator gives equal numbers whether they are drawn piece by piece or all at once. A CUDA generator does
+    # not, so on a card the numbers of all pieces are drawn at once (4 bytes per element).
     noises = draw(wide.shape).split(rows) if wide.is_cuda else (draw(piece.shape) for piece in pieces)
     for piece, noise, rounded in zip(pieces, noises, narrow.split(rows), strict=True):
         if on_host and piece.numel() and _has_neighbours(piece):

@@ -4,8 +4,8 @@ transformers' `step` needs 16 bytes of temporary memory per element of the large
 fp32, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow` avoids this memory: it
 updates the optimizer state with transformers' formulas, piece by piece. Reductions over the full parameter (the mean
 squares of rows and columns, and the RMS of the update) are computed in separate passes. So the gradient is read three
-times. Only the sums of these reductions are added in a different order; all other arithmetic is bit-identical to
-transformers' step. Source: Shazeer and Stern 2018, arXiv 1804.04235.
+times. Only these reductions differ from transformers' step, because they add in a different order; all other arithmetic
+is bit-identical. Source: Shazeer and Stern 2018, arXiv 1804.04235.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""AdamW with block-wise 8-bit state for the CPU: 2.03 bytes of state per parameter, one pass over memory.
+"""AdamW with block-wise 8-bit state: 2.03 bytes of state per parameter, and on a CPU one pass over memory per step.
 
 Both moments are stored in blocks of 256 elements. A block stores its largest magnitude in fp32, and each element in 8
 bits on a square-root scale:
@@ -7,8 +7,8 @@ bits on a square-root scale:
     second moment    sqrt(u / max u), u = sqrt(v)      uint8, never 0
 
 Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU's vector instructions can be
-used. After the first step the stored code of u is never 0, because a second moment of zero would turn the next small
-gradient into a huge update.
+used. From the first step on, the stored code of u is at least 2 (`LEAST`), because a second moment that is rounded to
+zero would turn the next small gradient into a huge update.
 
 On a CPU the step is one C++ function, which is compiled once. The function reads the gradient in 16 or 32 bits,
 unscales and clips it, and updates state and weight. The weight is either in fp32, with an optional 16-bit copy that is
@@ -34,11 +34,11 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
-# The smallest code of u. Its value is (2 / 255)^2 times the largest u of the block. The smallest nonzero m is
-# (1 / 127)^2 times the largest m, and both factors are about equal. So an element that is tiny in its block does not
-# get a larger update than the other elements.
+# The smallest code of u. Its value is (2 / 255)^2 times the largest u of the block. The smallest nonzero m is (1 /
+# 127)^2 times the largest m, and both factors are about equal. So an element that is tiny compared to its block does
+# not get a larger update than the other elements.
 LEAST = 2
-NOTHING = 1e-30  # a block whose largest element is at most this is treated as zeros: 1 / largest could be infinite
+NOTHING = 1e-30  # largest magnitude up to which a block is not divided by its maximum: 1 / maximum could be infinite
 SMALL = 4096  # parameters with fewer elements keep fp32 state, as in bitsandbytes
 # Elements that torch operators process at once: intermediate results fit in a CPU's cache, and take 0.2 GiB on a card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
@@ -48,7 +48,8 @@ class HostAdamW8bit(Optimizer, OnePass):
     """AdamW with 8-bit state.
 
     Args:
-        params: fp32 parameters, or parameter groups. A group with `state_bits=32` keeps its state in fp32.
+        params: fp32 parameters, or parameter groups. State is in fp32 for a group with `state_bits=32`, and for
+            parameters with fewer than 4096 elements.
         lr, betas, eps: see torch.optim.AdamW.
         weight_decay: decoupled weight decay.
     """
@@ -75,9 +76,9 @@ class HostAdamW8bit(Optimizer, OnePass):
 
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Updates a parameter. With 32-bit state, on CUDA, and without a compiler, the halves of a split weight are
-        joined to a temporary fp32 tensor. Args: see `OnePass`. Raises: ValueError: the C++ function cannot read a
-        weight, because it is not contiguous or not in fp32."""
+        """Updates a parameter. If the weight is stored in two halves, they are joined to a temporary fp32 tensor with
+        32-bit state, on CUDA, or without a compiler. Args: see `OnePass`. Raises: ValueError: the C++ function cannot
+        update the weight, because it is not in fp32, or because one of the tensors that store it is not contiguous."""
         gradient, group, p, reading, rounded = step
         state, like = self.state[p], p if rest is None else rest
         if not state:
@@ -123,8 +124,9 @@ def _rule(group: dict, step: int) -> Rule:
 
 
 def _zeros(p: Tensor, bits: int) -> dict:
-    """Returns the initial state of a parameter, on its device. Args: p: the parameter, or the lower half of a split
-    weight: only its shape and device are read; bits: 8 or 32."""
+    """Returns the initial state of a parameter, on its device. Args: p: the parameter, or the lower half of a weight in
+    two halves (only shape and device are read); bits: 32, or 8 if the parameter has at least SMALL elements (otherwise
+    32 bits are used)."""
     if bits == 32 or p.numel() < SMALL:
         return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("m", "v")}}
     blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
@@ -165,7 +167,7 @@ def _blocks_step(p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading
 
 
 class Chunk(NamedTuple):
-    """Several blocks of a parameter, (blocks, 256), or its incomplete last block as (1, n)."""
+    """Complete blocks of a parameter, (blocks, 256), or the incomplete last block of a parameter, (1, n)."""
 
     p: Tensor
     gradient: Tensor

@@ -28,8 +28,8 @@ RULES = ("adam", "lion")  # bitsandbytes' names of update rules
 
 
 def in_one_pass(optimizer: Optimizer) -> None:
-    """Changes a bitsandbytes optimizer in place, so that this module's step updates parameters in host memory with
-    8-bit state. Does nothing for update rules other than Adam and Lion."""
+    """Changes a bitsandbytes optimizer in place, so that this module's step updates the parameters that are in host
+    memory and have 8-bit state. Does nothing for update rules other than Adam and Lion."""
     if optimizer.optimizer_name not in RULES:
         return
     theirs = optimizer.update_step

@@ -3,14 +3,17 @@
 For every class:
 
 - Parameter groups are formed by role, so that weight decay applies only to matrices and embeddings.
-- A resume restores state in the dtype in which it was saved, and keeps the settings of the resumed run's yaml.
-- For 8-bit optimizers each group has the number of bits of its state: 8, or `embedding_bits` for embeddings.
+- A resume restores state in the dtype in which it was saved. Settings that the yaml names have the values of the
+  new run.
+- In 8-bit optimizers each group has the key `state_bits`: 8, or `embedding_bits` for embeddings.
 
 For bitsandbytes' optimizers also:
 
-- Weight decay is applied before the update, as in AdamW, on every device. - Each group's state has the number of bits
-of the group. - A second moment is never rounded to zero, except in a block of zeros. - The step on a CPU is fast
-(`bitsandbytes_cpu.py`). - Paged state is restored as paged memory.
+- Adam, Lion and AdEMAMix apply weight decay before the update, as AdamW does, on every device.
+- Each group's state has the number of bits in `state_bits`.
+- A second moment is never rounded to zero, except in a block of zeros.
+- 8-bit Adam and Lion have a fast step on a CPU (`bitsandbytes_cpu.py`).
+- State is restored as paged memory if the first step would page it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,9 +116,9 @@ def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
 
 
 def _decay_before_the_update(optimizer: Optimizer) -> None:
-    """Makes bitsandbytes apply weight decay before the update on every device, as AdamW does. bitsandbytes' CUDA
-    kernels multiply the weight by 1 - lr * decay after the update (issue 2010), and the kernels of 32-bit Lion add the
-    decay to the gradient (issue 1992)."""
+    """Makes bitsandbytes apply decoupled weight decay before the update on every device, as AdamW does. bitsandbytes'
+    CUDA kernels multiply the weight by 1 - lr * decay after the update (issue 2010), and the kernels of 32-bit Lion add
+    the decay to the gradient (issue 1992)."""
     if optimizer.optimizer_name not in DECOUPLED:
         return
     theirs = optimizer.update_step
@@ -130,7 +133,7 @@ def _decay_before_the_update(optimizer: Optimizer) -> None:
 
 def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
     """Replaces zero on bitsandbytes' scale of second moments by a small value, on every device. If the second moment
-    was rounded to zero and the first moment m was not, the update would be lr * m / eps, thousands of times lr.
+    were rounded to zero and the first moment m were not, the update would be lr * m / eps, thousands of times lr.
     Elements that are exactly zero get this small value too, which makes their later updates slightly smaller. In a
     block of zeros they stay zero."""
     optimizer.fill_qmap()
@@ -199,16 +202,16 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
 
 
 def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields the items of a mapping that may load each value on access, without keeping references. If a value is
-    mapped from a file, its pages are released before the next value is loaded."""
+    """Yields the items of a mapping, without keeping a reference to a value. The mapping may load each value on access.
+    If a value is mapped from a file, its pages are released before the next value is loaded."""
     for key, value in state.items():
         yield key, value
         page_out(plain_tensors(value) if isinstance(value, Tensor) else ())
 
 
 def pageable(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the state tensors of a paged optimizer that are paged if their parameter is large and on a card; empty
-    for other optimizers."""
+    """Returns the state tensors that a paged optimizer pages if their parameter is on a card and has at least
+    PAGED_FROM elements; empty for other optimizers."""
     if not getattr(optimizer, "is_paged", False):
         return []
     return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
@@ -218,7 +221,7 @@ def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> 
     """Restores the state of a paged optimizer. Each buffer is allocated as in the first step, paged or not.
 
     bitsandbytes itself restores paged state as ordinary tensors on the device, which may run out of memory (issues 782
-    and 1381). On a CPU it would restore the state of a card as paged memory, which fails.
+    and 1381). On a CPU, bitsandbytes would restore the state of a run on a card as paged memory, which fails.
 
     Args: theirs: bitsandbytes' `load_state_dict`.
     """

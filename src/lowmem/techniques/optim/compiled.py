@@ -34,8 +34,8 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Returns the compiled library, or None if there is no compiler, or if compilation or loading fails. Then the
-    reason is logged once, and the caller must use a slower implementation.
+    """Returns the compiled library, or None if there is no compiler, or if compilation or loading fails. If the result
+    is None, the reason has been logged, and the caller must use a slower implementation.
 
     Args:
         source: the C++ file.

@@ -2,9 +2,9 @@
 freed.
 
 This saves the memory of the gradients, 4 bytes per parameter (2 with 16-bit weights), because few gradients exist at
-the same time. Techniques that need all gradients of a step are refused: clipping by the global norm, loss scaling (an
-overflow would be known only at the end of backward), gradient accumulation, several devices, and skipping a step that
-is not finite. Source: Lv et al. 2023, arXiv 2306.09782.
+the same time. So techniques that need all gradients of an optimizer step before the first update are refused: clipping
+by the global norm, loss scaling (an overflow would be known only at the end of backward), gradient accumulation,
+several devices, and skipping a step whose loss or gradient is not finite. Source: Lv et al. 2023, arXiv 2306.09782.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer

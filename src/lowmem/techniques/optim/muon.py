@@ -3,8 +3,8 @@
 Muon updates a matrix by the orthogonal matrix that is nearest to its momentum, so that all directions change equally.
 It stores one moment (4 bytes per parameter), and AdamW stores two. Fused experts (experts, rows, columns) are one
 matrix per expert. These matrices are updated one by one, so temporary memory is needed for only one matrix. Embeddings,
-head, norms, biases and convolutions do not map between hidden spaces, and use AdamW. Source: Jordan et al. 2024,
-kellerjordan.github.io/posts/muon.
+head, norms, biases and depthwise convolutions do not map between hidden spaces, and use AdamW. Source: Jordan et al.
+2024, kellerjordan.github.io/posts/muon.
 
 `torch.optim.Muon` and `torch.optim.AdamW` compute the updates. Both receive this optimizer's groups and state at each
 step, and store nothing themselves.
@@ -30,6 +30,7 @@ class Muon(Optimizer):
         params: parameter groups with a `role` (matrix, embedding, vector).
         momentum: momentum of Muon, for matrices.
         betas, eps: arguments of AdamW, for all other parameters.
+        lr, weight_decay: for groups that do not set their own.
     """
 
     def __init__(

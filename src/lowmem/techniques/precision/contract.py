@@ -75,7 +75,7 @@ class BasePrecision(Precision):
         return module
 
     def optimizer(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm) -> DeviceOptimizer:
-        """Returns the optimizer of weights on the device. Args: see `DeviceOptimizer`."""
+        """Returns the optimizer of all weights that a `HostOptimizer` does not update. Args: see `DeviceOptimizer`."""
         return DeviceOptimizer(inner, model, global_norm)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:
@@ -102,13 +102,13 @@ class BasePrecision(Precision):
     # --- each micro-batch -----------------------------------------------------------------------------------------
 
     def train_step_context(self) -> AbstractContextManager:
-        """Returns the context that Lightning enters for the full training step. The context is empty, because autocast
-        at this point would also cover backward and the optimizer."""
+        """Returns the context that Lightning enters for the full training step. The context does nothing, because
+        autocast at this point would also cover backward and the optimizer."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager:
-        """Returns the context of a forward pass, such as autocast. `CausalLM` enters this context for each forward pass
-        in training, and Lightning enters it for each step of an evaluation."""
+        """Returns the context of a forward pass, such as autocast. Lightning enters this context for each step of an
+        evaluation. In training, and for samples and checks, the code that calls the model enters it."""
         return nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:

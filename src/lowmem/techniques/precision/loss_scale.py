@@ -45,8 +45,9 @@ class ScaledLoss(BasePrecision):
     gradients, in `finish` or when it updates a weight.
 
     Args:
-        init_scale: loss scale at the start; halved whenever a gradient overflows.
-        growth_interval: number of steps without overflow after which the scale is doubled.
+        init_scale: loss scale at the start. A step in which a gradient overflows halves the scale, but not below
+            2**-10.
+        growth_interval: number of consecutive steps without overflow after which the scale is doubled.
     """
 
     scales_loss = True

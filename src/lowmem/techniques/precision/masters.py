@@ -1,9 +1,10 @@
 """Precisions with 16-bit weights on the device and fp32 masters on the host, so that small updates are not lost.
 
 The device stores 2 bytes per parameter, or fewer if weights are streamed. The host stores the masters, the optimizer
-state and the gradients of an optimizer step, and the CPU runs the optimizer. `offload/master_weights.py`, a Lightning
-callback, creates and updates the masters; the classes in this module define the dtypes and the loss scale. Sources:
-Micikevicius et al. 2018, arXiv 1710.03740, for masters; Ren et al. 2021, arXiv 2101.06840, for masters in host memory.
+state and the gradients of an optimizer step, and the CPU runs the optimizer. The Lightning callback `MasterWeights`
+(`offload/master_weights.py`) creates the masters, and `HostOptimizer` (`offload/host_optimizer.py`) updates them; the
+classes in this module define the dtypes and the loss scale. Sources: Micikevicius et al. 2018, arXiv 1710.03740, for
+masters; Ren et al. 2021, arXiv 2101.06840, for masters in host memory.
 """
 
 import torch

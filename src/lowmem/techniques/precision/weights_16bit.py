@@ -1,12 +1,12 @@
 """Precisions with weights, gradients and activations in 16 bits, which halves their bytes; updates are computed in
 fp32.
 
-Parameters are updated one at a time, on the device (streamed weights on the host, see `BFloat16Stochastic`): weight and
-gradient are converted to fp32, the optimizer updates the fp32 weight, and the result is rounded to 16 bits. This works
-with any optimizer. The optimizer sees fp32 weights and gradients, so its state has the usual dtypes, and an eps of 1e-8
-does not underflow. The step needs temporary memory for the fp32 weight and gradient of one parameter. RoPE frequencies
-and other fp32 buffers keep their dtype. A subclass may convert and round differently, and store additional tensors with
-each weight.
+Parameters are updated one at a time, where they are stored: on the device, or with strategy=fsdp_offload in host memory
+(for streamed weights see `BFloat16Stochastic`). Weight and gradient are converted to fp32, the optimizer updates the
+fp32 weight, and the result is rounded to 16 bits. This works with any optimizer. The optimizer sees fp32 weights and
+gradients, so its state has the usual dtypes, and an eps of 1e-8 does not underflow. The step needs temporary memory for
+the fp32 weight and gradient of one parameter. RoPE frequencies and other fp32 buffers keep their dtype. A subclass may
+convert and round differently, and store additional tensors with each weight.
 
 The price is lost updates: a 16-bit weight cannot change by less than the spacing of its dtype. The spacing of bf16 is
 0.4 to 0.8 % of the weight, so most updates of fine-tuning are rounded away. Stochastic rounding changes the weight by a
@@ -37,7 +37,7 @@ class SixteenBitWeights(BasePrecision):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
         self._extra_state: dict[nn.Parameter, ExtraState] = {}
-        self._named: dict[str, nn.Parameter] = {}  # name -> trained parameter
+        self._named: dict[str, nn.Parameter] = {}  # name -> parameter, or its shard if the model is sharded
         self._divided = False
 
     # --- for subclasses -------------------------------------------------------------------------------------------
@@ -52,8 +52,8 @@ class SixteenBitWeights(BasePrecision):
 
     def new_extra_state(self, p: nn.Parameter) -> ExtraState:
         """Returns name -> tensor: additional tensors that are stored on the device for a weight. The first call of
-        `extra_state(p)` calls this method. `widen` and `round` read the tensors by `extra_state(p)`, and change them in
-        place. The memory meter and checkpoints include these tensors."""
+        `extra_state(p)` calls this method. `widen` and `round` get the tensors by calling `extra_state(p)`, and change
+        them in place. The memory meter and checkpoints include these tensors."""
         return {}
 
     def extra_state(self, p: nn.Parameter) -> ExtraState:
@@ -93,8 +93,8 @@ class SixteenBitWeights(BasePrecision):
 
 
 class NarrowOptimizer(DeviceOptimizer):
-    """Updates 16-bit weights on the device, one at a time. A weight and its gradient are in fp32 during the update. The
-    gradient is unscaled in fp32, since unscaled gradients below 6e-8 would underflow in fp16."""
+    """Updates 16-bit weights one at a time. A weight and its gradient are in fp32 during the update. The gradient is
+    unscaled in fp32, since unscaled gradients below 6e-8 would underflow in fp16."""
 
     def __init__(
         self, precision: SixteenBitWeights, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm
@@ -139,7 +139,7 @@ class BFloat16Weights(SixteenBitWeights):
 
 class BFloat16Stochastic(SixteenBitWeights):
     """bf16 weights with stochastic rounding. Streamed weights are updated and rounded on the host
-    (`offload/host_weight.py`), other weights on the device.
+    (`offload/host_weight.py`), all other weights by `NarrowOptimizer`.
 
     Args:
         early_step: with weights=streamed and clip=null, update each weight during backward, as soon as its last

@@ -1,8 +1,8 @@
 """LoRA and DoRA: freezes the model, and trains two small matrices beside each adapted linear layer.
 
-Gradients, optimizer state and checkpoints shrink to about 1 % of their size. A layer that computes x W computes x W +
-(alpha / r) x A B instead, where A and B are matrices of rank r. B is initialized to zero, so training starts from
-the unchanged model. DoRA also trains the norm of the weights of each output feature.
+Gradients, optimizer state and checkpoints shrink to about 1 % of their size. An adapted layer computes x W + (alpha /
+r) x A B instead of x W, where A and B are matrices of rank r. B is initialized to zero, so training starts from the
+unchanged model. DoRA also trains the norm of the weights of each output feature.
 
 A frozen layer does not save its input for a weight gradient, but its adapter does: the gradient of A needs the input,
 in the adapter's dtype. The adapter's weights are stored in fp32 even if the model has 16-bit weights, since 16 bits
@@ -73,7 +73,8 @@ class LoRA(Adapter):
 
     Args:
         r: rank; None: 16, or the folder's rank.
-        alpha: scales the LoRA update by alpha / r; None: 2 r, or the folder's value.
+        alpha: scales the LoRA update by alpha / r, or by alpha / sqrt(r) if the folder's config has `use_rslora`; None:
+            2 r, or the folder's value.
         dropout: dropout probability of A's input.
         target: all-linear, or patterns of names of linear layers such as q_proj or *.mlp.*; None: all-linear, or the
             folder's layers. Embeddings, the head, routers and layers that a Mamba kernel reads are never adapted.
@@ -121,9 +122,9 @@ class LoRA(Adapter):
         """Adds the adapter in place.
 
         Raises:
-            Refused: the target or the adapter folder names no layer, or a layer or stack that cannot be adapted;
-                experts=lora, but the model has no fused experts; PEFT cannot adapt the model, or could not load its
-                DoRA adapter.
+            Refused: the target or the adapter folder names no layer, or a layer or stack that cannot be adapted; the
+                target contradicts the adapter folder; experts=lora, but the model has no fused experts; PEFT cannot
+                adapt the model, or could not load its DoRA adapter.
         """
         own_count, linear, stacks = parameters(model), _linear(model), self._stacks(model)
         if self.path is None:
@@ -185,7 +186,7 @@ class LoRA(Adapter):
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
         """Returns the config of an adapter folder. Args: r, alpha: the arguments of `LoRA`. Raises: Refused: the folder
-        is not supported, or contradicts an argument."""
+        does not contain a readable adapter of a supported kind, contradicts an argument, or needs another adapter=."""
         from peft import LoraConfig, PeftConfig, PeftType
 
         line = f"adapter.path={self.path}"
@@ -306,7 +307,8 @@ def load(model: PreTrainedModel, path: str) -> None:
     """Loads the tensors of an adapter folder into a model that already has the adapter.
 
     Raises:
-        Refused: the names or shapes of the tensors do not match the adapter.
+        Refused: the file with the tensors cannot be read, or the names or shapes of the tensors do not match the
+            adapter.
     """
     from peft import set_peft_model_state_dict
 
@@ -351,7 +353,8 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
 
 def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of the adapter's tensors that PEFT would rename when it loads them, and then would not find in
-    the model. Args: tensors: the adapter's tensors, by their names in a folder."""
+    the model; empty if this version of PEFT does not rename tensors. Args: tensors: the adapter's tensors, by their
+    names in a folder."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError:
@@ -389,6 +392,7 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
 
     Raises:
         Refused: PEFT cannot adapt the model.
+        RuntimeError: PEFT has adapted other layers.
     """
     from peft import inject_adapter_in_model
 
@@ -518,7 +522,7 @@ def _meant(name: str, pattern: str) -> bool:
 
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns name -> layer for the layers with an adapter of PEFT, which excludes fused experts."""
+    """Returns name -> layer for the layers that PEFT has adapted. Fused experts are not included."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

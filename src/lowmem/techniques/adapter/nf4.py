@@ -10,8 +10,8 @@ trained term to the layer's output. Source: Dettmers et al. 2023, arXiv 2305.143
 This module uses bitsandbytes' operators, but not its layer, for three reasons. On a CPU with AVX512-BF16, bitsandbytes'
 layer repacks its matrix in an evaluation, after which all gradients through the layer are silently wrong. The layer
 stores its scales where neither the memory ledger nor a trace finds them. On a CPU the layer misplaces the blocks of a
-matrix if the length of its rows is not a multiple of 64. Here blocks run over the flattened matrix, padded with zeros.
-A CPU also dequantizes this layout up to ten times as fast.
+matrix if the length of its rows is not a multiple of 64. This module divides the flattened matrix, padded with zeros,
+into blocks. A CPU also dequantizes this layout up to ten times as fast as the layout of bitsandbytes' layer.
 
 Fused experts are quantized expert by expert, so that each expert gets the codes that a separate matrix would get.
 """
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
-with torch.device("cpu"):  # once, since a trace would count the temporary tensors for each matrix
+with torch.device("cpu"):  # computed once: a trace would count its temporary tensors for each matrix
     SCALES = create_dynamic_map().tolist()  # the 256 values of a scale that is stored in 8 bits
 PIECE = 1 << 22  # elements to quantize at once: on a CPU this needs about 20 bytes of temporary memory per element
 
@@ -186,7 +186,7 @@ def _dequantized(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def quantized(matrix: Tensor) -> dict[str, Tensor]:
-    """Quantizes a matrix of n elements; n counts the zeros that pad the matrix to a multiple of 64.
+    """Quantizes a matrix of n elements, where n includes the zeros that pad the matrix to a multiple of 64.
 
     Returns:
         name -> tensor: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, the

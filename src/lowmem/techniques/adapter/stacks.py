@@ -2,10 +2,10 @@
 
 transformers stores fused experts as stacks, parameters of shape (experts, rows, columns), and the forward pass of the
 experts reads each stack as an attribute. `read_when_used` replaces the class of a module with experts by a subclass
-(`ComputedExperts`) in which these attributes are properties: reading a property dequantizes the stack, and adds the
-product of its LoRA matrices. A computed stack exists only while the experts compute. Autograd would keep the stack
-until backward, so the experts are checkpointed separately and recomputed in backward. This costs a second forward pass
-of the experts.
+(`ComputedExperts`) in which these attributes are properties: reading a property dequantizes the stack if it is in 4
+bits, and adds the product of its LoRA matrices if it has any. A computed stack exists only while the experts compute.
+Autograd would keep the stack until backward, so the experts are checkpointed separately and recomputed in backward.
+This costs a second forward pass of the experts.
 """
 
 from collections.abc import Iterable

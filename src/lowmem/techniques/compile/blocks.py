@@ -47,7 +47,7 @@ def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: flo
 
     Raises:
         Refused: the budget is not between 0 and 1, or this version of torch does not support budgets; the model has no
-            list of blocks. The first call of a block in training raises Refused if torch.compile fails.
+            list of blocks. A call of a block in training also raises Refused, if torch.compile fails.
     """
     _check(activation_memory_budget)
     torch.compiler.reset()  # graphs of earlier jobs of a sweep would count against the limit

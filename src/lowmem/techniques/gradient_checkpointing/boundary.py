@@ -115,5 +115,5 @@ class Chain:
 
 @cache
 def _lane(device: torch.device) -> Lane:
-    """Returns the pair of copy streams of a device, which all boundaries share."""
+    """Returns the `Lane` that copies all boundaries of a device; on a card it has one copy stream up and one down."""
     return lane_of(device)

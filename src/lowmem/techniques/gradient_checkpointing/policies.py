@@ -71,8 +71,8 @@ def selective(model: nn.Module) -> None:
 
 
 def offload(model: nn.Module) -> None:
-    """Like `every_layer`, but stores the block inputs in host memory. Each input is copied back to the device while
-    backward computes the block after it."""
+    """Like `every_layer`, but stores the block inputs in host memory. The input of block n is copied back to the device
+    while backward computes block n + 1."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         Alone(block, boundary=partial(chain.make, number))

@@ -7,11 +7,11 @@ activations. Two dispatch modes are the contexts of torch's checkpoint:
     recomputation    HandBack    returns the results from the queue, in order, instead of running the operators
 
 A model may change a result in place (Gemma 3n adds to a product). If the recomputation returned the changed result, the
-change would be applied twice. So a result that was changed before the recomputation, in its block or later, is
-recomputed. To detect changes, `Keep` records the version counters of all tensors that share memory with a result.
-torch's `create_selective_checkpoint_contexts` compares only the version counter of the product. It misses changes to
-the output of a linear layer: this output shares the product's memory, but has a separate version counter. Results in
-host memory (`SentResult`) are copied immediately, so later changes do not matter.
+change would be applied twice. So a result that was changed before the recomputation, by its own block or by later code
+of the model, is recomputed. To detect changes, `Keep` records the version counters of all tensors that share memory
+with a result. torch's `create_selective_checkpoint_contexts` compares only the version counter of the product. It
+misses changes to the output of a linear layer: this output shares the product's memory, but has a separate version
+counter. Results in host memory (`SentResult`) are copied immediately, so later changes do not matter.
 """
 
 from collections import deque
@@ -47,8 +47,9 @@ _paused = ContextVar("paused", default=False)
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Context manager in which `Keep` saves no results and `HandBack` returns none. `slices.py` enters this context,
-    because backward recomputes the slices by other code."""
+    """Context manager in which `Keep` saves no results and `HandBack` returns none. `slices.py` enters this context for
+    the forward pass of the slices, because it recomputes the slices itself in backward, after the recomputation of the
+    block."""
     token = _paused.set(True)
     try:
         yield
@@ -72,7 +73,7 @@ class KeptResult:
         self._seen.append((alias, alias._version))
 
     def out(self) -> object | None:
-        """Returns the result; None: the result was changed in place, and its memory is freed."""
+        """Returns the result; None: the result was changed in place, and is no longer stored."""
         if self.changed or any(tensor._version != version for tensor, version in self._seen):
             self._out, self._seen = None, []
         return self._out
@@ -135,7 +136,7 @@ class Mode(TorchDispatchMode):
 
 
 class Keep(Mode):
-    """The mode of the forward pass: fills the queue. Args: keep: creates a `KeptResult`."""
+    """The mode of the forward pass: appends results to the queue. Args: keep: creates a `KeptResult`."""
 
     def __init__(
         self, results: deque[KeptResult], operators: Collection[OpOverload], keep: Callable[..., KeptResult]
@@ -165,7 +166,7 @@ class Keep(Mode):
 
 
 class HandBack(Mode):
-    """The mode of the recomputation: empties the queue."""
+    """The mode of the recomputation: takes results from the queue in place of running their operators."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in self.operators and not _paused.get():
@@ -206,9 +207,9 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
-    """Returns the random number generator that an operator draws from, or None if the operator does not draw; only
-    attention with dropout draws. If the recomputation skips such an operator, it must advance the generator, because
-    otherwise the next dropout would not draw the numbers of the forward pass."""
+    """Returns the random number generator that a saved operator draws from, or None if the operator does not draw. Of
+    these operators, only attention with dropout draws. If the recomputation skips such an operator, it must advance the
+    generator, because otherwise the next dropout would not draw the numbers of the forward pass."""
     values = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not values.get("dropout_p"):
         return None

@@ -2,7 +2,7 @@
 
 `tile.tokens` sets the number of tokens per slice. The MLP of a block saves about six tensors of (batch, tokens, 3 to 4
 times the width) for backward, far more than the rest of the block. The result for a token does not depend on other
-tokens, so computing in slices gives equal results. Forward saves only the module's input. Backward recomputes each
+tokens, so slices give equal results, up to rounding. Forward saves only the module's input. Backward recomputes each
 slice just before it computes the slice's gradients, so only the activations of one slice exist at a time. Source: ALST,
 Bekman et al. 2025, arXiv 2506.13996.
 
@@ -22,18 +22,18 @@ instead of 55 MiB, and a step takes 1.17 times as long. The slices of the norms 
 to the factor 1.17.
 
 Cost in memory: the gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight,
-during the module's backward pass. The reason is the rounding error of the gradients. In a measurement (a matrix of 1376
-x 512, 2048 tokens) fp32 sums had 1.4 times the error of a single product over all tokens, whatever the number of
-slices, because the product of each slice is rounded. With bf16 sums the error was 1.9 times the error of a single
-product with 4 slices, 3.2 times with 16 slices, and 4.3 times with 32 slices. So slices save memory if few weights are
-trained, or if the micro-batch has many tokens compared to the MLP's weights (with 16-bit weights: if B x T is larger
-than the width H).
+during the module's backward pass. 16-bit sums would take half of this memory, but have larger rounding errors. In a
+measurement (a matrix of 1376 x 512, 2048 tokens) fp32 sums had 1.4 times the error of a single product over all tokens,
+whatever the number of slices, because the product of each slice is rounded. With bf16 sums the error was 1.9 times the
+error of a single product with 4 slices, 3.2 times with 16 slices, and 4.3 times with 32 slices. So slices save memory
+if few weights are trained, or if the micro-batch has many tokens compared to the MLP's weights (with 16-bit weights: if
+B x T is larger than the width H).
 
 Sliced modules are children of a block that are called with a single tensor (B, T, H) and return a tensor (B, T, ...).
 torch's own layers and activation functions are not sliced, because they save little besides their input. Mixtures of
 experts are not sliced, because the fp32 gradients of all experts would take more memory than the activations of the
-experts. Before the first step the callback `Verified` (`loss/cross_entropy.py`) calls `Tiles.verify`, which checks that
-each module gives equal results in slices.
+experts. Before the first step, or before an evaluation without training, the callback `Verified`
+(`loss/cross_entropy.py`) calls `Tiles.verify`, which checks that each module gives equal results in slices.
 """
 
 import logging

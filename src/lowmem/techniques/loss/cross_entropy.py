@@ -1,9 +1,9 @@
-"""Defines the interface of losses (`Loss`), two losses (`loss=full` and `loss=chunked`), and checks before the first
-step.
+"""Defines the interface of losses (`Loss`), two losses (`loss=full` and `loss=chunked`), and the checks that
+run before the first step (`Verified`).
 
 A loss takes the model and a micro-batch. `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 for tokens
-that are not learned (prompts, padding). A loss returns the *sum* over tokens in fp32, because `CausalLM` divides by the
-number of labels in the full window.
+that are not learned (prompts, padding). A loss returns the *sum* over tokens (a preference loss: over pairs or rated
+answers) in fp32, because `CausalLM` divides the sum by the number of labels, pairs or answers in the full window.
 
 `full` is cross entropy as most code computes it. It stores the logits (B, T, V) in the compute dtype and in fp32, and
 their gradient: with a vocabulary of 150,000 these tensors are the peak of a run. `Chunked` stores the logits of a few
@@ -110,7 +110,8 @@ def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 
 class Chunked(Loss):
-    """Computes the loss of `full`. Args: rows: maximum number of tokens whose logits are in memory at a time."""
+    """Computes the same loss as `full`, one chunk of tokens at a time. Args: rows: maximum number of tokens whose
+    logits are in memory at a time. Raises: Refused: `rows` is not a whole number of at least 1."""
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
@@ -199,8 +200,8 @@ def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader
 def counted(labels: Tensor, count: int | None = None) -> Tensor:
     """Returns the indices of positions with a label. Args: labels: (N,); count: the number of labels; None: unknown.
 
-    If the count is unknown, the host has to wait for the card. No other code of the losses here reads values of tensors
-    on the host. A trace with fake tensors assumes that all positions have a label."""
+    If the count is unknown, the host has to wait for the card. Apart from this wait, the losses in this package never
+    make the host wait for values of tensors. A trace with fake tensors assumes that all positions have a label."""
     if count == len(labels):
         return torch.arange(count, device=labels.device)
     learned = labels != IGNORED

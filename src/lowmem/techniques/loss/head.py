@@ -184,6 +184,9 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
         model: the model.
         inputs: `MicroBatch.inputs`, each (B, T).
         tiled: True: also divide the vocabulary into two tiles of unequal size.
+
+    Raises:
+        Refused: see `enter`.
     """
     theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, inputs)

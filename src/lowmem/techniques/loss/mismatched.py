@@ -17,8 +17,8 @@ from lowmem.data.rated import RatedBatch
 
 
 class MismatchedPass(Callback):
-    """A callback that computes the mismatched rows of a window or validation set, and passes the sum of their
-    log-ratios over all devices to the loss.
+    """A callback that runs the model on the mismatched rows of a window or validation set, and passes the sum of their
+    log-ratios and the number of their answers, over all devices, to the loss.
 
     Args:
         read: returns (sum of log-ratios, number of answers) of the micro-batch that was computed last, shape (2,).
@@ -39,8 +39,8 @@ class MismatchedPass(Callback):
             self.compute(module, _groups_of(trainer, module, number))
 
     def compute(self, module: LightningModule, groups: Iterable[Sequence[RatedBatch]]) -> None:
-        """Computes the mismatched rows of all groups, and passes the total over all devices to the loss. Args: module:
-        the model; groups: groups of micro-batches that are on the device at the same time."""
+        """Runs the model on the mismatched rows of all groups, and passes the sum over all devices to the loss. Args:
+        module: the model; groups: groups of micro-batches that are on the device at the same time."""
         sums = [numbers for group in groups for numbers in self._numbers(module, group)]
         self.hand_over(module.ranks.all_sum(torch.stack(sums).sum(0)))
 

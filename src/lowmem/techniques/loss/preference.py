@@ -50,6 +50,9 @@ class PreferenceLoss(Tiled):
     Args:
         beta: factor above 0 whose meaning depends on the loss; see the formula of each subclass.
         columns: tokens of the vocabulary per tile.
+
+    Raises:
+        Refused: an argument is out of range.
     """
 
     needs, of_pairs = PairBatch, True

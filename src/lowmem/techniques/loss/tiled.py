@@ -29,7 +29,8 @@ from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
 class Tiled(Loss):
     """Computes the same loss as `cross_entropy.full`, one tile of the vocabulary at a time. Args: columns: number of
-    tokens of the vocabulary whose logits are in memory at a time."""
+    tokens of the vocabulary whose logits are in memory at a time. Raises: Refused: `columns` is not a whole number of
+    at least 1."""
 
     head_in_tiles = True
 

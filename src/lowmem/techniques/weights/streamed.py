@@ -1,9 +1,9 @@
 """`weights=streamed`: checks the settings, and selects the weights that are streamed.
 
-A streamed weight is stored in host memory (with drive_holds=all on the drive), and is on the device only while its
-block computes; `offload/streamed.py` does the copies. Two kinds of weights in a streamed block stay on the device:
-weights that are shared with other modules, and the trained weights of a mostly frozen block, such as the matrices of an
-adapter.
+A streamed weight of a block is stored in host memory (with drive_holds=all on the drive), and is on the device only
+while its block computes. `offload/streamed.py` does the copies. Two kinds of weights in a streamed block stay on the
+device: weights that are shared with other modules, and the trained weights of a mostly frozen block, such as the
+matrices of an adapter.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ class Streamed(StreamedWeights):
     Raises:
         Refused: fewer than two blocks can be streamed; `resident_blocks` is out of range; there are fewer than two
             slots; `drive_holds` is unknown; there is nothing to store on the drive; the model has no list of blocks.
-            OSError: the drive's folder cannot be created or written.
+        OSError: the drive's folder cannot be created or written.
     """
 
     def __init__(  # noqa: PLR0913

@@ -1,10 +1,11 @@
-"""`strategy=fsdp`: shards weights, gradients and optimizer state over all devices, and gathers the weights of a block
-while the block computes.
+"""`strategy=fsdp`: shards weights, gradients and optimizer state over all devices, and gathers the full weights of a
+block shortly before the block computes.
 
 Each of N devices stores 1/N of weights, gradients and optimizer state, and temporarily the full weights of two blocks:
-the block that computes, and the block that computes next. Costs two all-gathers of all weights and one reduce-scatter
-of all gradients per micro-batch. `fsdp_offload` keeps the shards in host memory, and the CPU runs the optimizer.
-Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
+the block that computes, and the block that computes next. The weights outside the blocks (embedding, head) stay
+gathered from forward to the end of backward. Costs two all-gathers of the blocks' weights, one all-gather of all other
+weights and one reduce-scatter of all gradients per micro-batch. `fsdp_offload` keeps the shards in host memory, and the
+CPU runs the optimizer. Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
 """
 
 from collections.abc import Callable

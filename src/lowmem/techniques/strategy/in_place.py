@@ -23,8 +23,8 @@ class InPlace(SingleDeviceStrategy):
         return torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
-        """Restores optimizer state where the optimizer stores it: the state of masters and paged state are in host
-        memory."""
+        """Restores optimizer state directly in the memory where the optimizer keeps it, such as host memory for the
+        state of masters."""
         self.lightning_module.load_optimizer(self.optimizers[0], checkpoint)
 
     def teardown(self) -> None:

@@ -25,7 +25,8 @@ WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNu
 
 
 def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
-    """Returns the error to raise in place of an error of torch.distributed; None: the error is not about a lost rank.
+    """Returns the error to raise in place of an error of torch.distributed; None: neither the error nor any of its
+    causes comes from torch.distributed.
 
     Args:
         error: the error, or a later error that has it as its cause or context, such as an error during cleanup.

@@ -4,12 +4,12 @@
     stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B, T, H) are sent to the next stage,
     stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
-Each device stores the weights, gradients and optimizer state of its own stage only. Only hidden states and their
-gradients are sent, which is the least communication of all strategies that divide a model. Costs idle time while the
-pipeline fills and drains: (S - 1) / (n + S - 1) of a step, for S stages and n micro-batches. GPipe stores the
-activations of all n micro-batches. 1F1B starts backward as early as possible, and stores the activations of at most S
-micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473;
-torch.distributed.pipelining.
+Each device stores the weights, gradients and optimizer state of its own stage only. Only hidden states, their
+gradients, and the gradients of tied weights are sent, which is the least communication of all strategies that divide a
+model. Costs idle time while the pipeline fills and drains: (S - 1) / (n + S - 1) of a step, for S stages and n
+micro-batches. GPipe stores the activations of all n micro-batches. 1F1B starts backward as early as possible, and
+stores the activations of at most S micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021,
+arXiv 2104.04473; torch.distributed.pipelining.
 
 Each stage runs in its own process, with these objects:
 
@@ -74,7 +74,8 @@ class Pipeline(Divided):
 
     def shard(self, module: LightningModule) -> None:
         """Reduces the model to this rank's stage, in place. Raises: Refused: the model cannot be divided into stages,
-        the stages compute different results than the model, or a stage has no trained weights."""
+        the stages compute different results than the model, a stage has no trained weights, or the model adds an
+        auxiliary loss."""
         model, self.module = module.model, module
         division = from_names(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).to_names(model)))
         load_in_parts.shard_and_send(model, self, lambda: self._cut(module, division), self.place)
@@ -164,8 +165,8 @@ class Pipeline(Divided):
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
         """Creates torch's schedule. Each window needs a new schedule, because the buffers of a schedule are for a fixed
         number and length of micro-batches. For a new schedule torch exchanges shapes between the stages: a small
-        message from the first stage to the last and back. With fewer micro-batches than stages GPipe is used: 1F1B is
-        not defined, and would not store fewer activations."""
+        message from the first stage to the last and back. With fewer micro-batches than stages GPipe is used, because
+        torch's 1F1B refuses so few micro-batches, and would not store fewer activations."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
@@ -302,16 +303,17 @@ class WindowOfStage(nn.Module):
         return leaves
 
     def before_backward(self, loss: Tensor, _: Tensor | None = None) -> Tensor | None:
-        """Calls Lightning's hooks before a backward pass. On the last stage torch calls this right after the forward
-        pass; with GPipe the backward pass comes later. Returns: on the last stage the loss divided by the window's
-        weight and multiplied by the loss scale; None on other stages."""
+        """Calls Lightning's hooks before a backward pass. On the last stage torch's schedule calls this right after the
+        forward pass; with GPipe the backward pass comes later. On other stages a hook calls this when the gradient of
+        the stage's output has arrived. Returns: on the last stage the loss divided by the window's weight and
+        multiplied by the loss scale; None on other stages."""
         self._backward = True
         scaled = self._precision.pre_backward(loss / self.window.weight, self.ranks.module)
         return scaled if self.ranks.stage.last else None
 
     def after_backward(self) -> None:
-        """Calls Lightning's hooks after a backward pass, if `before_backward` was called since the last call. With
-        GPipe these hooks are not called around each backward pass."""
+        """Calls Lightning's hooks after a backward pass, if `before_backward` was called since the last call of this
+        method. With GPipe these hooks are not called around each backward pass."""
         if self._backward:
             self._precision.post_backward(self.loss_sum, self.ranks.module)
         self._backward = False

@@ -37,13 +37,15 @@ _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 @contextmanager
 def process_group(run: Run) -> Iterator[OneDevice]:
-    """Context manager that joins the process group, yields the strategy, and leaves the group, also after an error.
-    With NCCL and several ranks, the group instead stays open after an error until the process ends
-    (`_waits_for_others`). Args: run: checked settings, with a known device.
+    """Context manager that joins the process group, yields the strategy, and leaves the group, also after an error. A
+    strategy for a single process (strategy=auto) is yielded without a group. With NCCL and several ranks, the group
+    instead stays open after an error until the process ends (`_waits_for_others`). Args: run: checked settings, with a
+    known device.
 
     Raises:
         Refused: another rank has different code or settings.
-        RankLost: another rank has exited, or does not respond.
+        RankLost: another rank has exited, does not respond or did not join, or another program took the port of the
+            rendezvous.
     """
     if not run.several:
         yield instantiate(run.strategy)(device=run.device, devices=1)
@@ -110,8 +112,8 @@ def _join(run: Run) -> dist.Store:
 
 
 def _compare(ranks: OneDevice, run: Run) -> None:
-    """Checks that all ranks have equal code and settings. Ranks that differ might wait for each other forever, or train
-    different models. Raises: Refused."""
+    """Checks that all ranks have equal code, settings, and versions of torch and transformers. Ranks that differ might
+    wait for each other forever, or train different models. Raises: Refused."""
     values = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
     values |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
     require_same(

@@ -6,7 +6,8 @@ Python handles no signals. So ranks poll the store. A turn is one piece of work 
     rank 0         main thread: works, then sets the key of the turn to DONE or FAILED
                    heartbeat thread: increments the value of BEAT every second, as long as the process runs
     other ranks    polling thread (`_Look`): reads both keys
-                   main thread: waits for the polling thread, handles signals; raises RankLost if the heartbeat stops
+                   main thread: waits for the polling thread, handles signals; raises RankLost if the
+                   heartbeat stops or rank 0 has failed
 """
 
 import threading

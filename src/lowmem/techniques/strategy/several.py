@@ -174,7 +174,8 @@ class Divided(Several):
     @contextmanager
     def building(self) -> Iterator[None]:
         """Context manager that lets rank 0 build the model first. Then the other ranks build the modules on the meta
-        device, without initialization, because they receive their weights from rank 0."""
+        device, without initialization, because they receive their weights from rank 0. With `in_numbers` every rank
+        builds the complete model at the same time."""
         if self.in_numbers:
             yield
             return

@@ -9,9 +9,9 @@ modules are replaced:
     block                        computes            returns its input
     final norm (after blocks)    computes            returns its input
 
-Replaced modules keep their names and hooks; `Stage.empty` moves their weights to the meta device (a shape without
-memory). So on every stage the model's own code creates masks, rotary embeddings and positions from the micro-batch's
-tokens and positions. On the last stage the loss is computed as in a model without stages.
+Replaced modules keep their names and hooks; `Stage.empty` moves their weights to the meta device, where tensors have
+shapes but no memory. So on every stage the model's own code creates masks, rotary embeddings and positions from the
+micro-batch's tokens and positions. On the last stage the loss is computed as in a model without stages.
 
 Modules before and after the blocks are found by a forward pass over two tokens, not by name. transformers' `pp_plan`
 lists these modules for only 85 of the 189 architectures of transformers 5.23 (not for GPT-2), and does not describe the
@@ -57,7 +57,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     """Finds the modules before, in and after a model's blocks. Args: model: the complete model, on the host.
 
     Raises:
-        Refused: the model's modules cannot be divided into modules before, in and after its blocks.
+        Refused: the model has no list of blocks, or its modules cannot be divided into modules before, in and after its
+            blocks.
     """
     if model.base_model is model:
         raise refused(model, "has no base model separate from its head")
@@ -242,8 +243,8 @@ class Stage:
         self._changes.close()
 
     def empty(self) -> None:
-        """Frees the memory of other stages: moves their parameters, and the buffers of their blocks, to the meta
-        device."""
+        """Frees memory that only other stages need: moves the parameters that this stage does not have, and the buffers
+        of other stages' blocks, to the meta device."""
         replacements = {
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()

@@ -11,9 +11,9 @@ the pair's input. A loss that reads the head in tiles uses each rank's logits, w
 
 Each of N ranks stores 1/N of the sharded weights, of their gradients and optimizer state, and of the activations within
 a pair. Norms, biases that are added after an all-reduce, and hidden states are replicated on all ranks. Embedding and
-head are replicated too if the vocabulary is not divisible by N (GPT-2 has 50257 tokens). All ranks have equal random
-states, and each draws the dropout masks of its own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; mesh, sharded
-parameters and collectives are torch's DTensor.
+head are replicated too if the vocabulary is not divisible by N (GPT-2 has 50257 tokens). The ranks of a group have
+equal random states, and each rank draws the dropout masks of its own heads. Source: Shoeybi et al. 2019, arXiv
+1909.08053; mesh, sharded parameters and collectives are torch's DTensor.
 
 The tensor-parallel plan of a transformers model (`tp_plan`) lists how each layer is sharded. GPT-2 does not have a plan
 in transformers, so its plan is in this module. torch's `parallelize_module` applies the plan, with the styles of
@@ -57,7 +57,7 @@ SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}
 # Tolerances of `_compare`. SAME is relative to the norm of a gradient: the difference is far smaller if it is caused by
 # rounding, and far larger if ranks have gradients of different heads.
 SAME = 1e-3
-NOISE = 1e-6  # relative to the largest norm: smaller norms are only rounding errors
+NOISE = 1e-6  # relative to the largest norm: norms below this are only rounding errors
 NUMBER = r"(?<=\.)\d+(?=\.|$)"  # index of a block, written as * in a plan
 
 
@@ -133,8 +133,8 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
 
 
 def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
-    """Returns the number of units of a layer, each of which must stay on a single rank, and the name of these units:
-    heads, rows or columns."""
+    """Returns how many indivisible units a layer has, and what they are: heads, rows or columns. Each unit must be on a
+    single rank."""
     layer, attention = _base(network.get_submodule(name)), network.get_submodule(name.rpartition(".")[0])
     out, entering = reversed(layer.weight.shape) if type(layer) is Conv1D else layer.weight.shape
     if style in ROWS:
@@ -247,8 +247,8 @@ class TensorParallel(Divided):
         return self._dim(p) if self._styles[p] == QKV else None
 
     def gather_gradients(self) -> None:
-        """Also all-reduces the gradients of replicated parameters with the style `SUMMED`, which are partial sums, in
-        one call per window."""
+        """Also all-reduces the gradients of the replicated parameters with the style `SUMMED`, in one call per window,
+        because each rank has only a partial sum of them. Raises: Refused: see `_compare`."""
         super().gather_gradients()
         replicated = {p: self.local(p).grad for p in self._styles if self._dim(p) is None}
         replicated = {p: gradient for p, gradient in replicated.items() if gradient is not None}
@@ -278,8 +278,8 @@ class TensorParallel(Divided):
                 )
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Returns a shard as a DTensor. A fused matrix is returned as the full tensor instead, because its shards, one
-        after the other, have the rows in a different order."""
+        """Returns a shard as a DTensor. A fused matrix is returned as the full tensor instead, because concatenating
+        its shards would give the rows in a different order."""
         placed, dim = super().as_dtensor(p, shard), self._fused_dim(p)
         return placed if dim is None else swapped(in_full(placed), dim, self.group.size, FUSED)
 

@@ -9,8 +9,8 @@ activations. Two dispatch modes are the contexts of torch's checkpoint:
 A model may change a result in place (Gemma 3n adds to a product). If the recomputation returned the changed result, the
 change would be applied twice. So a result that was changed before the recomputation, by its own block or by later code
 of the model, is recomputed. To detect changes, `Keep` records the version counters of all tensors that share memory
-with a result. torch's `create_selective_checkpoint_contexts` compares only the version counter of the product. It
-misses changes to the output of a linear layer: this output shares the product's memory, but has a separate version
+with a result. torch's `create_selective_checkpoint_contexts` compares only the version counter of the product. This
+comparison misses changes to the output of a linear layer, which shares the product's memory, but has a separate version
 counter. Results in host memory (`SentResult`) are copied immediately, so later changes do not matter.
 """
 
@@ -217,7 +217,7 @@ def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator |
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Returns a detached tensor that shares the memory and the version counter of `tensor`. It is detached, because a
-    reference to the autograd graph would be part of a reference cycle."""
+    """Returns a detached tensor that shares the memory and the version counter of `tensor`. The returned tensor is
+    detached, because a reference to the autograd graph would be part of a reference cycle."""
     with enable_reentrant_dispatch():  # inside a dispatch mode, detach() would create a new version counter
         return tensor.detach()

@@ -10,9 +10,9 @@ Bekman et al. 2025, arXiv 2506.13996.
                 _InSlices            computes the slices without gradients, saves nothing
     backward    _InSlices            reads x from _EndRecomputation's saved tensors; for each slice: forward, backward
 
-In a checkpointed block most of the cost is avoided. torch stops a recomputation as soon as all saved tensors of the
-block are restored ("early stop"). If x is the last tensor that the block saves, the recomputation ends before the
-module, and only `_InSlices` repeats the module's forward pass.
+In a checkpointed block most of this additional computation is avoided. torch stops a recomputation as soon as all saved
+tensors of the block are restored ("early stop"). If x is the last tensor that the block saves, the recomputation ends
+before the module, and only `_InSlices` repeats the module's forward pass.
 
 Cost in time: without checkpointing, one more forward pass of these modules. With checkpointing, one of the three
 products of a Llama MLP is computed once more, which is 5 % of a step. If another tensor is saved after the MLP, for a

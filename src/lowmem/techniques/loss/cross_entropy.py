@@ -5,11 +5,11 @@ A loss takes the model and a micro-batch. `labels[b, t]` is the token that follo
 that are not learned (prompts, padding). A loss returns the *sum* over tokens (a preference loss: over pairs or rated
 answers) in fp32, because `CausalLM` divides the sum by the number of labels, pairs or answers in the full window.
 
-`full` is cross entropy as most code computes it. It stores the logits (B, T, V) in the compute dtype and in fp32, and
-their gradient: with a vocabulary of 150,000 these tensors are the peak of a run. `Chunked` stores the logits of a few
-tokens at a time, and computes the gradient in the forward pass, while the logits of the chunk still exist. So nothing
-is computed twice. Similar: Hsu et al. 2024, arXiv 2410.10989. All other code of the model, before and after its head,
-still runs (`head.py`).
+`full` is cross entropy as most code computes it. `full` stores the logits (B, T, V) in the compute dtype and in fp32,
+and their gradient: with a vocabulary of 150,000 these tensors are the peak of a run. `Chunked` stores the logits of a
+few tokens at a time, and computes the gradient in the forward pass, while the logits of the chunk still exist. So
+nothing is computed twice. Similar: Hsu et al. 2024, arXiv 2410.10989. All other code of the model, before and after its
+head, still runs (`head.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator

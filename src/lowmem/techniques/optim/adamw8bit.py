@@ -76,9 +76,9 @@ class HostAdamW8bit(Optimizer, OnePass):
 
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Updates a parameter. If the weight is stored in two halves, they are joined to a temporary fp32 tensor with
-        32-bit state, on CUDA, or without a compiler. Args: see `OnePass`. Raises: ValueError: the C++ function cannot
-        update the weight, because it is not in fp32, or because one of the tensors that store it is not contiguous."""
+        """Updates a parameter. With 32-bit state, on CUDA, or without a compiler, a weight that is stored in two halves
+        is joined to a temporary fp32 tensor. Args: see `OnePass`. Raises: ValueError: the C++ function cannot update
+        the weight, because it is not in fp32, or because one of the tensors that store it is not contiguous."""
         gradient, group, p, reading, rounded = step
         state, like = self.state[p], p if rest is None else rest
         if not state:

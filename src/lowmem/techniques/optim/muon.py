@@ -1,7 +1,7 @@
 """Muon for matrices and AdamW for all other parameters, as one optimizer.
 
 Muon updates a matrix by the orthogonal matrix that is nearest to its momentum, so that all directions change equally.
-It stores one moment (4 bytes per parameter), and AdamW stores two. Fused experts (experts, rows, columns) are one
+Muon stores one moment (4 bytes per parameter), and AdamW stores two. Fused experts (experts, rows, columns) are one
 matrix per expert. These matrices are updated one by one, so temporary memory is needed for only one matrix. Embeddings,
 head, norms, biases and depthwise convolutions do not map between hidden spaces, and use AdamW. Source: Jordan et al.
 2024, kellerjordan.github.io/posts/muon.

@@ -1,9 +1,9 @@
 """Tensor parallelism within groups of devices, combined with `fully_shard` over the groups: a two-dimensional mesh.
 
-The ranks of a group should share a fast link. They compute a micro-batch together, and different groups read different
-rows. Tensor parallelism shards a matrix within a group, and `fully_shard` shards each of these shards again over the
-groups. So each of N devices has 1/N of the parameters that tensor parallelism shards, and 1/(number of groups) of all
-other parameters.
+The ranks of a group should share a fast link, because they compute a micro-batch together. Different groups read
+different rows. Tensor parallelism shards a matrix within a group, and `fully_shard` shards each of these shards again
+over the groups. So each of N devices has 1/N of the parameters that tensor parallelism shards, and 1/(number of groups)
+of all other parameters.
 """
 
 from lightning.pytorch import LightningModule

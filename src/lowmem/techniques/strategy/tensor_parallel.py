@@ -173,8 +173,8 @@ def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str,
 
 
 def _divide_ends(network: PreTrainedModel, group: Group) -> None:
-    """Shards embedding and head along the vocabulary, in place. They stay replicated if the size of the vocabulary is
-    not divisible by the number of ranks, or if they are not plain torch modules without bias."""
+    """Shards embedding and head along the vocabulary, in place. Both stay replicated if the number of rows of one is
+    not divisible by the number of ranks, or if one is not a plain torch module, or if the head has a bias."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:

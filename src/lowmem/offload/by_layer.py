@@ -1,9 +1,10 @@
-"""Runs the micro-batches of a window by layer (weights.order=by_layer): all micro-batches compute a block before any
-computes the next block. `StreamedWeights` (`streamed.py`) uses this module.
+"""Implements weights.order=by_layer: all micro-batches of a window compute a block before any of them computes the next
+block. `StreamedWeights` (`streamed.py`) uses this module.
 
-Streamed weights are then copied to the device twice per *window* instead of twice per micro-batch. The gradients of
-each block are summed on the device, and the sum is sent to the host once per window. So with early updates the host
-updates the masters of the blocks immediately, and needs no buffer for sums of their gradients.
+Streamed weights are then copied to the device at most twice per *window*, instead of twice per micro-batch. The
+gradients of each block are summed on the device, and the sums are sent to the host once per window. So with early
+updates the host updates each master of a block as soon as it has received the sum, and needs no buffer for gradients
+of earlier micro-batches.
 
 Each micro-batch runs the model's unchanged forward pass and its own `backward()` in its own thread. Only one thread
 runs at a time. A thread waits at a barrier before each block: in the block's forward pre-hook, and in backward in the
@@ -14,14 +15,16 @@ hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, t
                          ^ barrier: the thread stops, saves its random state, and wakes the next thread
 
 In other words the threads are coroutines that run round robin, each from one barrier to the next. The model is neither
-traced nor split, so any code between its blocks runs unchanged. There is no barrier between the forward pass of the
-last block and its backward pass, so the logits of only one micro-batch exist at a time. All threads launch kernels on
-the caller's stream. `current`, `sums` and `_alive` need no lock, since the semaphores let only one thread run.
+traced nor split, so any code between its blocks runs unchanged. After the forward pass of the last block, the next
+barrier is reached when the gradient of this block's output has been computed. So a thread runs the head and the loss,
+forward and backward, without interruption, and the logits of only one micro-batch exist at a time. All threads launch
+kernels on the caller's stream. `current`, `sums` and `_alive` need no lock, since the semaphores let only one thread
+run.
 
 The price in memory: the block inputs of all micro-batches (`gradient_checkpointing=offload` moves them to the host),
 the fp32 sum of one block's gradients on the device (4 bytes per parameter of the block), and for a streamed head that
-is tied to the embedding, one gradient per micro-batch in host memory. A switch between threads takes about 20
-microseconds. Source: RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
+is tied to the embedding, one gradient of the head (V, H) per micro-batch in host memory. A switch between threads takes
+about 20 microseconds. Source: RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
 """
 
 import threading
@@ -44,12 +47,13 @@ END: Barrier = ("end", 0)
 
 
 class MicroBatchCancelled(Exception):
-    """Raised in the thread of a micro-batch to end the thread after another micro-batch has failed. Must derive from
-    `Exception`, because torch runs always_call hooks only after an `Exception`."""
+    """Raised in the thread of a micro-batch to end the thread after another micro-batch, or the caller's thread, has
+    failed. Must derive from `Exception`, because torch runs always_call hooks only after an `Exception`."""
 
 
 class ByLayer:
-    """Runs the micro-batches of one window by layer, each in its own thread.
+    """Runs the micro-batches of one window, each in its own thread. All micro-batches compute a block before any of
+    them computes the next block.
 
     Args:
         runs: functions that each compute one micro-batch.
@@ -78,8 +82,8 @@ class ByLayer:
     # --- the caller's thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs all micro-batches, and returns after all threads have ended. Raises the first error of any
-        micro-batch."""
+        """Runs all micro-batches, and returns after all threads have ended. Raises the first error: of a micro-batch,
+        of the start of a thread, or of a signal handler while this method waits."""
         threads = []
         try:
             state = _state_of_this_thread(self.generators.device)
@@ -119,15 +123,16 @@ class ByLayer:
     def barrier(self, barrier: Barrier) -> None:
         """Blocks the thread of the current micro-batch until all other micro-batches have reached the same barrier.
         Saves and restores the states of the random number generators. Raises: Refused: another micro-batch is at a
-        different barrier; MicroBatchCancelled: another micro-batch has failed."""
+        different barrier; MicroBatchCancelled: another micro-batch or the caller's thread has failed."""
         number = self.current
         self._arrive(barrier)
         self._hand_on(number)
         self._take(number)
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Adds `p.grad` to the sum over earlier micro-batches, on the device. The sum is in fp32, like the sums that
-        the host computes without by_layer. Returns: the sum if this is the last micro-batch, otherwise None."""
+        """Adds `p.grad` to the gradients of earlier micro-batches, on the device. A sum of several gradients is in
+        fp32, like the sums that the host computes with weights.order=by_micro_batch; a single gradient keeps its dtype.
+        Returns: the sum if this is the last micro-batch, otherwise None."""
         gradient, p.grad = p.grad, None
         before = self.sums.pop(p, None)
         if before is not None:

@@ -25,13 +25,16 @@ CARDS = ("cuda", "xpu")  # device types that have streams and separate memory; "
 class Lane(Protocol):
     """Copies between host and device that overlap with the device's computation."""
 
-    registers: bool  # True: `register` can pin memory; asynchronous copies need pinned memory
+    # True: asynchronous copies need pinned memory, so call `register`. False: it has no `register`.
+    registers: bool
 
     def staging(self, size: int) -> Tensor:
-        """Returns a pinned uint8 host tensor of shape (size,). Raises: MemoryError: the memory cannot be pinned."""
+        """Returns a uint8 host tensor of shape (size,), pinned if the device is a card. Raises: MemoryError: the memory
+        cannot be pinned."""
 
     def mark(self) -> "Mark":
-        """Returns a mark that is reached when the device has finished all work queued so far."""
+        """Returns a mark that is reached when the compute stream has finished all work that was queued before this
+        call. The mark does not wait for the copy streams."""
 
     def copy(self, to: Tensor, source: Tensor, after: "Mark") -> "Mark":
         """Queues a copy that starts once the mark `after` is reached. Returns: a mark that is reached when the copy is
@@ -42,8 +45,8 @@ class Lane(Protocol):
         calling thread does not wait."""
 
     def register(self, memory: Tensor) -> str | None:
-        """Pins host memory in place, until `unregister`. Returns: None on success, otherwise the reason why the memory
-        cannot be pinned."""
+        """Pins host memory in place, until `unregister` is called or the tensor is freed. Returns: None on success,
+        otherwise the reason why the memory cannot be pinned."""
 
     def unregister(self, memory: Tensor) -> None:
         """Unpins memory that `register` has pinned. All copies from the memory must be complete."""
@@ -57,8 +60,8 @@ class Mark(Protocol):
 
 
 class CardLane:
-    """Two copy streams of a card, one for each direction. A subclass can override the methods `new_stream` to `keep`
-    for a device whose streams or memory work differently."""
+    """Two copy streams of a card, one for each direction. For a device whose streams or memory work differently, a
+    subclass can override `new_stream`, `computing`, `is_host` and `keep`."""
 
     registers = True
 

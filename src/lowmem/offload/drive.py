@@ -1,16 +1,17 @@
 """Swaps masters and optimizer state between host memory and files on a drive, for `StreamedWeights` (`streamed.py`).
 
 With weights.drive_holds=all the 16-bit weights of the blocks are stored on the drive too. The host updates each weight
-once per window, and the order of the updates repeats in every window. So adjacent weights of a block share a swap file,
-and one swap file of each kind is pinned (kept in memory) while the host thread updates the weights of that file:
+once per window, and the order of the updates repeats in every window. So adjacent weights of a block share a swap file.
+There are two kinds of swap files: masters with optimizer state, and 16-bit weights. One swap file of each kind is
+pinned (kept in memory) while the host thread updates the weights of that file:
 
     previous file    being written        its buffer is reused once the write is complete
     pinned file      tensors in memory    the host thread updates the weights of this file
     next files       being read ahead     predicted from the order of the last window
 
     SwapFile     the tensors of a group of weights, and their file
-    SwapFiles    all swap files of one kind; pins, reads ahead, writes, and limits the buffers
-    OnDrive      the two kinds of a model: masters with optimizer state, and 16-bit weights
+    SwapFiles    all swap files of one kind; pins, reads and writes the files, and limits the memory for buffers
+    OnDrive      the swap files of a model, of both kinds: masters with optimizer state, and 16-bit weights
 
 A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file. A
 checkpoint reads swapped tensors from the drive through this view. Reads and writes run in the threads of the `Drive`
@@ -45,8 +46,10 @@ from lowmem.system.torch_private import is_traceable_wrapper_subclass
 BOUNCE = THREADS * PIECE  # bytes; size of the buffer through which new tensors are written to a file
 # Approximate number of swap files per block. Fewer files need larger buffers; each file takes two file descriptors.
 PARTS = 4
-SMALL = 0.01  # share of a block's elements: its smallest weights up to this share stay in memory and are not swapped
-BLOCK, WEIGHTS = "block", "weights"  # names of a block's 16-bit weights
+# The masters and optimizer state of a block's smallest weights, which together have at most this share of the block's
+# elements, stay in memory and are not swapped.
+SMALL = 0.01
+BLOCK, WEIGHTS = "block", "weights"  # the `Key` of a block's 16-bit weights
 MASTERS = ("master", "rest")  # names of the tensors that `HostWeight.master_tensors` returns
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name)
@@ -64,8 +67,8 @@ class Sizes(NamedTuple):
 
 
 def goes_to_drive(tensor: object) -> bool:
-    """Returns True if an entry of a weight's state is a tensor of at least one page. Such tensors are swapped; numbers,
-    smaller tensors and quantized tensors stay in memory."""
+    """Returns True if a master, or a value of the optimizer state, is a tensor of at least one page. Such tensors are
+    swapped; numbers, smaller tensors and quantized tensors stay in memory."""
     # a quantized tensor wraps several tensors
     if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
         return False
@@ -94,8 +97,10 @@ class SwapFileEntry(NamedTuple):
 
 
 class SwapFile:
-    """The tensors of several weights of a block, or of one large weight outside the blocks, and their file. The data of
-    each tensor is a view either of the buffer `memory` or of the memory-mapped file; the tensor objects never change.
+    """Some tensors, and the file to which they are swapped. The tensors are either masters and optimizer state, or the
+    16-bit weights of a block as one flat tensor. The masters and optimizer state belong to several weights of a block,
+    or to one large weight outside the blocks. After `store`, the data of each tensor is a view either of the buffer
+    `memory` or of the memory-mapped file. Swapping changes only the data, so the Python object of a tensor stays valid.
 
     Args:
         drive: creates the file. If None, only sizes are computed.
@@ -122,8 +127,8 @@ class SwapFile:
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Adds a tensor, or replaces the tensor that has this key, for example after the optimizer has created a new
-        tensor. A tensor with the shape and dtype of the old tensor is copied into `memory`; `store` writes all other
-        tensors."""
+        tensor. A tensor with the shape and dtype of the old tensor is copied into `memory`, unless the tensor already
+        is a view of `memory`. `store` writes all other tensors."""
         self._tensors[key], place = tensor, self._places.get(key)
         if place is None:
             return
@@ -190,7 +195,8 @@ class SwapFile:
             moving.result()
 
     def bind(self) -> None:
-        """Makes all tensors views of `memory`. Call this once the file has been read."""
+        """Makes all tensors views of `memory`, or does nothing if there is no buffer. Call this after the file has been
+        read."""
         if self._bound or self.memory is None:
             return
         for key, place in self._places.items():
@@ -198,7 +204,7 @@ class SwapFile:
         self._bound = True
 
     def leave(self) -> Tensor:
-        """Makes all tensors views of the file, and returns the buffer, which the file no longer uses."""
+        """Makes all tensors views of the file, and returns the buffer, which no tensor uses any more."""
         for key in self._places if self._bound else ():
             self._tensors[key].data = self._mapped[key]
         memory, self.memory, self._bound = self.memory, None, False
@@ -257,8 +263,9 @@ class SwapFiles:
         return swap_file
 
     def pin(self, swap_file: SwapFile) -> None:
-        """Reads a swap file into memory, keeps it there until it is unpinned, at the latest when another file is
-        pinned, and starts to read the next files. Raises: DriveFailed: a read or write failed."""
+        """Reads a swap file into memory, and starts to read the next files. The swap file stays in memory at least
+        until it is unpinned, which happens at the latest when another file is pinned. Raises: DriveFailed: a read or
+        write failed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 return
@@ -278,10 +285,10 @@ class SwapFiles:
                     break
 
     def put(self, swap_file: SwapFile, weight: str, tensors: Mapping[str, object]) -> None:
-        """Adds the tensors of a weight to its swap file, which must be pinned.
+        """Adds the tensors of a weight to its swap file. A swap file with a single weight is then unpinned.
 
         Args:
-            swap_file: the weight's swap file.
+            swap_file: the weight's swap file. It must be pinned, unless there is no drive and only sizes are computed.
             weight: the weight's name.
             tensors: name -> tensor. Values that `goes_to_drive` rejects are ignored.
 
@@ -335,7 +342,7 @@ class SwapFiles:
 
     @property
     def sizes(self) -> Sizes:
-        """Returns the sizes of the files after all tensors have been written."""
+        """Returns the sizes that the files will have when all tensors have been written."""
         sizes = {swap_file: swap_file.grown for swap_file in self._every if swap_file.tensors()}
         return Sizes(
             sum(tensor.nbytes for tensor in self.tensors()),
@@ -348,7 +355,8 @@ class SwapFiles:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _unpin(self) -> None:
-        """Starts to write the pinned swap file, and writes its new tensors."""
+        """Starts to write the buffer of the pinned swap file. If the file has new tensors, waits until they are
+        written."""
         swap_file, self._now = self._now, None
         if swap_file is None:
             return

@@ -100,7 +100,7 @@ class Edge(HeadSource):
 
     def _look_up(self, ids: Tensor) -> Tensor:
         """The embedding's forward pass. Args: ids: (B, T) token ids, on the device. Returns: (B, T, H). Raises:
-        Refused: the model looks up embeddings twice in one forward pass."""
+        Refused: the weight is trained, and the model calls the embedding twice in one forward pass."""
         at = ids.flatten().cpu()  # blocks until the device has finished all work that was queued earlier
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
@@ -156,8 +156,9 @@ class Edge(HeadSource):
         self.sink.complete(self.weight)
 
     def _take_rows(self, at: Tensor, landed: Tensor, head_gradient: Tensor | None, start: int, piece: Tensor) -> None:
-        """Receives a piece of the rows' gradient (N, H), in the host thread. After the last piece the gradient of the
-        rows, and if the weight is tied the head's gradient, is added to the weight's gradient (V, H)."""
+        """Receives a piece of the rows' gradient (N, H); called by the host thread, or on a CPU by the thread that runs
+        backward. After the last piece, adds the gradient of all rows to the weight's gradient (V, H), together with the
+        head's gradient if the weight is tied."""
         _put(landed, start, piece)
         if start + piece.numel() < landed.numel():
             return
@@ -215,8 +216,9 @@ class Edge(HeadSource):
         self.sink.link.fetch(gradient, lambda start, piece: add(before + start, piece))
 
     def whole_gradient(self) -> None:
-        """Reports to the sink that all tiles of the gradient have been sent, unless the embedding's gradient is still
-        to come. Returns None, where `ResidentHead` returns the gradient, since the gradient is in host memory."""
+        """Reports to the sink that all tiles of the gradient have been sent. For a tied weight this is a no-op, because
+        `_leave` reports after it has sent the embedding's gradient. Returns None, where `ResidentHead` returns the
+        gradient, since the gradient is in host memory."""
         if self.embedding is None:
             self.sink.complete(self.weight)
 
@@ -242,7 +244,7 @@ def summed_by_token(rows: Tensor, at: Tensor, padding: int, by_frequency: bool) 
         by_frequency: divide each sum by the token's count (`scale_grad_by_freq`).
 
     Returns:
-        (N, H): the sum at the first position of each token, and zeros at its other positions.
+        (N, H): each token's sum is at the first position of the token; all other positions are zero.
     """
     ordered, order = at.sort(stable=True)
     first = order[torch.searchsorted(ordered, at)]

@@ -54,7 +54,8 @@ class HostBlock:
         # number of updates, including queued updates; a copy that was made at a lower number is out of date
         self.steps = 0
         with host_side(), torch.no_grad():
-            self.flat = torch.empty(end, dtype=torch.uint8)  # swapped to the drive if weights.drive_holds=all
+            # the flat buffer of a block is swapped to the drive if weights.drive_holds=all
+            self.flat = torch.empty(end, dtype=torch.uint8)
             for p, view in self.within(self.flat).items():
                 view.copy_(p.data)
         belongs(self.flat, "weights", "host")

@@ -38,9 +38,10 @@ class HostOptimizer(WindowOptimizer):
 
     On a card several threads call the methods:
 
-        autograd's thread, or by layer the thread of the micro-batch    `collect`, `collect_and_step`, `step_early`
-        the link's host thread                                          `_step`, `step_one`
-        the training thread                                             all other public methods
+        autograd's thread             `collect`, `collect_and_step`, `step_early`; with weights.order=by_layer the
+                                      thread of the micro-batch calls them
+        the link's host thread        `_step`, `step_one`
+        the training thread           all other public methods
 
     Args:
         inner: the torch optimizer whose parameters are `HostWeight.wide`; it updates one parameter per call.
@@ -69,15 +70,19 @@ class HostOptimizer(WindowOptimizer):
         self._fetch(p, self.masters[p].add)
 
     def collect_and_step(self, p: nn.Parameter, clip_value: float | None) -> None:
-        """Sends a parameter's last gradient of the window to the host, and queues the update of the master.
+        """Sends a parameter's last gradient of the window to the host, and queues the update of the master. On a CPU
+        the update runs before this method returns.
 
         Args:
             p: the weight on the device.
             clip_value: clamps gradient elements to this absolute value; None: off.
 
         Raises:
-            NotFinite: a gradient is not finite, and earlier updates of this window cannot be undone. On a card the
-                host thread finds the error, and a later call raises it.
+            NotFinite: a gradient is not finite, and earlier updates of this window cannot be undone.
+            DriveFailed: a drive that stores the master or the optimizer state failed.
+
+        On a card these errors occur in the host thread, and a later call that sends a gradient or waits for the link
+        raises them.
         """
         master = self.masters[p]
         self._fetch(p, master.add if self.link.lends else master.use)
@@ -100,7 +105,7 @@ class HostOptimizer(WindowOptimizer):
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         """Waits until all gradients are on the host, and computes their norms. With early updates the norm is None, and
         the loss counts as finite, because `MasterWeights` has already checked the loss. Discards all gradients if one
-        of them is not finite."""
+        of them is not finite. Raises: NotFinite, DriveFailed: an early update failed."""
         self.link.finish()
         collected, self._reading = self._collected(), Reading(1 / scale)
         with host_side():
@@ -135,9 +140,9 @@ class HostOptimizer(WindowOptimizer):
         self._reading = self._reading._replace(clip=factor.item())
 
     def step(self) -> None:
-        """Queues the updates of all weights that were not updated early. On a card the host thread runs these updates,
-        and this method returns immediately; on a CPU this method runs them. Each module waits for its own weights
-        before its next forward pass (`MasterWeights`)."""
+        """Queues the updates of all weights that were not updated inside backward. On a card the host thread runs these
+        updates, and this method returns immediately; on a CPU this method runs them. Each module waits for its own
+        weights before its next forward pass (`MasterWeights`)."""
         for master in self._collected():
             self._submit(master, self._reading)
 
@@ -166,15 +171,15 @@ class HostOptimizer(WindowOptimizer):
     def _step(
         self, master: HostWeight, group: dict, reading: Reading, early: bool, narrow: Tensor | None = None
     ) -> None:
-        """Updates one weight; runs in the link's host thread.
+        """Updates one weight; runs in the link's host thread, or on a CPU in the calling thread.
 
         Args:
             master: the weight to update.
             group: options of the weight's parameter group.
             reading: unscales and clips the gradient.
             early: this is an early update, inside backward.
-            narrow: host tensor that receives the new 16-bit weight. If None, the weight is streamed, and its host
-                memory receives the new weight.
+            narrow: host tensor that receives the new 16-bit weight. If None, the weight is streamed, and is updated in
+                its `HostBlock`.
 
         Raises:
             NotFinite: the gradient of an early update is not finite.

@@ -50,8 +50,8 @@ class HostWeight:
         self._round_weight(dtype)
 
     def _round_weight(self, dtype: torch.dtype) -> None:
-        """Keeps the weight's value in fp32 as the master, and rounds the weight to `dtype`. After an earlier fit the
-        weight already has this dtype."""
+        """Keeps the weight's value in fp32 as the master, and rounds the weight to `dtype`. If an earlier fit has
+        already rounded the weight, the master begins with the rounded value."""
         self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = rounded_to(self.wide.data, dtype)
 
@@ -73,7 +73,8 @@ class HostWeight:
 
     @property
     def full_precision(self) -> Tensor:
-        """Returns the current weight in full precision. `SplitHostWeight` joins its halves into a copy."""
+        """Returns the current weight in full precision. `SplitHostWeight` joins its halves into a copy, and
+        `StochasticHostWeight`, which has no master, returns the 16-bit weight."""
         return self.wide.data
 
     @property
@@ -122,7 +123,7 @@ class HostWeight:
             self.add(start, piece)
 
     def use_rows(self, at: Tensor, rows: Tensor) -> None:
-        """Adds the gradient of an embedding (V, H) that is zero except in some rows. `sum` has all rows.
+        """Adds the gradient of an embedding (V, H) that is zero except in some rows. `sum` has all V rows.
 
         Args:
             at: (N,), row numbers. The gradients of equal row numbers are summed.
@@ -221,7 +222,8 @@ class SplitHostWeight(HostWeight):
 
 
 class StochasticHostWeight(HostWeight):
-    """A bf16 weight without a master: each update is rounded up or down at random, which is right on average.
+    """A bf16 weight without a master: each update is rounded up or down at random, so that the expected value of the
+    rounding error is zero.
 
     The random numbers depend only on the seed, the parameter's name and the number of earlier updates of the parameter.
     So neither the order of updates nor random numbers that are drawn elsewhere change the result.

@@ -55,11 +55,12 @@ class Link:
 
     # True: `Receive` gets pieces of staging memory, which is overwritten after the call, so the receiver must copy them
     lends = False
-    # bytes of gradients that may be queued on the device until a staging slot is free; set before the first `fetch`
+    # bytes of gradients that may wait on the device for a staging slot after `fetch` has returned; 0: `fetch` itself
+    # waits for the slots. Set this before the first `fetch`.
     ahead = 0
 
     def fetch(self, gradient: Tensor, receive: Receive) -> None:
-        """Copies a gradient to the host.
+        """Copies a gradient to the host. Raises the first error of the link's threads, if any.
 
         Args:
             gradient: the gradient on the device.
@@ -90,10 +91,12 @@ class Link:
         the new weight. Raises the error of an update that failed."""
 
     def finish(self) -> None:
-        """Blocks until the host has done all queued work. Raises the first error that this work raised."""
+        """Blocks until the host has done all queued work. Raises the first error of the link's threads, also if an
+        earlier call has already raised this error."""
 
     def close(self) -> None:
-        """Finishes the queued work, ends the threads, and makes the device wait for the copies of new weights."""
+        """Finishes the queued work, ends the threads, and makes the device wait for the copies of new weights. Does not
+        raise errors of the queued work."""
 
 
 class Gradient(NamedTuple):
@@ -183,8 +186,8 @@ def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 class StagedLink(Link):
-    """The link to a device with separate memory. Copies use pinned staging slots, and a host thread does all work in
-    the order of the calls. The docstring of the module describes the threads.
+    """The link to a device with separate memory. Copies use pinned staging slots. A host thread receives the gradients
+    and runs the updates, in the order of the calls. The docstring of the module describes the threads.
 
     Args:
         lane: the device's copy streams.
@@ -269,7 +272,7 @@ class StagedLink(Link):
 
     def update(self, weight: Tensor, compute: Compute) -> None:
         assert id(weight) not in self._coming, "a forward pass did not wait for this weight's last update"
-        read, coming = self.lane.mark(), Future()  # `read`: the device no longer reads the old weight
+        read, coming = self.lane.mark(), Future()  # `read`: reached when the old weight is not read any more
         self._coming[id(weight)] = coming
 
         def job() -> None:

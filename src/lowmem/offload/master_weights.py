@@ -40,8 +40,8 @@ class MasterWeights(Callback):
     """Updates 16-bit weights on the device from fp32 masters on the host.
 
     With `Update.early` each master is updated as soon as the last gradient of its weight in this window is on the host.
-    The update then overlaps with backward. With one micro-batch per window, or by layer, the gradients of the blocks
-    then need no buffer in host memory that outlives the update.
+    The update then overlaps with backward. With one micro-batch per window, or with weights.order=by_layer, the host
+    frees the gradient of each block's weight right after the update.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,8 @@ class MasterWeights(Callback):
             master.moved(self.weights.host_block(master.weight))
 
     def _new(self, name: str, p: nn.Parameter) -> HostWeight:
-        """Creates the `HostWeight` of a parameter, and rounds the parameter to 16 bits."""
+        """Creates the `HostWeight` of a parameter, and rounds the parameter to 16 bits, unless an adapter keeps the
+        parameter in fp32."""
         dtype = self.precision.dtype
         if self.precision.steps_on_host == "always":
             split = dtype == torch.bfloat16 and self.weights.waits_on_host(p)
@@ -104,8 +105,8 @@ class MasterWeights(Callback):
         return HostOptimizer(inner, self.masters, self.weights, self.link)
 
     def _restored(self, inner: Optimizer, wide: nn.Parameter) -> None:
-        """Hands the optimizer state of one weight to `weights` after a checkpoint has restored it, so that a drive can
-        store it."""
+        """Called when the optimizer state of one weight has been restored from a checkpoint. Hands this state to
+        `weights`, so that a drive can store the state."""
         master = next(master for master in self.masters.values() if master.wide is wide)
         self.weights.bring_in(master.weight)
         self.weights.put(master.weight, master.name, inner.state[wide])

@@ -10,7 +10,8 @@ must draw equal random numbers, so each state begins as follows:
     the next window         the state at the end of micro-batch 0 (`CausalLM.run_window` restores this state)
 
 In a window of one micro-batch no state is saved or restored. `CausalLM.run_window` creates the states, and
-`WeightsOnDevice.run_micro_batches` or `ByLayer` restores and saves them whenever another micro-batch continues.
+`WeightsOnDevice.run_micro_batches` or `ByLayer` restores a micro-batch's state whenever the micro-batch starts or
+continues, and saves the state whenever the micro-batch pauses or ends.
 """
 
 from collections.abc import Sequence

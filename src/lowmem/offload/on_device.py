@@ -29,14 +29,16 @@ class WeightsOnDevice:
     """Keeps all weights on the device. Subclasses keep some weights in host memory. Code that updates, measures or
     saves weights calls these methods."""
 
-    streams = False  # True: weights of blocks are on the device only while their block computes
+    streams = False  # True: some weights are stored in host memory, and are copied to the device before their use
     overlaps = False  # True: several micro-batches of a window may be in progress at the same time
 
     def __init__(self) -> None:
         self.host_blocks: list[HostBlock] = []
         self.edges: list = []  # `Edge` objects: weights outside the blocks that are in host memory (`edges.py`)
         self.under_way = 0  # index in its window of the micro-batch that computes now
-        self.last = False  # True: the micro-batch that computes now is the last micro-batch of its window
+        # True: the micro-batch that computes now, or that has computed most recently, is the last of its window; in a
+        # pipeline: the last backward pass of the window has ended
+        self.last = False
 
     def move_in(self, device: torch.device) -> None:
         """Moves streamed weights into their `HostBlock`. Called after every weight has its final dtype. The caller, or
@@ -47,8 +49,8 @@ class WeightsOnDevice:
         (`edges.GradientSink`); None in an evaluation."""
 
     def stop(self) -> None:
-        """Called after the last pass: makes the data of every parameter its full current value again, in host memory if
-        the parameter was streamed."""
+        """Called after the last pass: sets the data of each streamed parameter to its full, current value in host
+        memory."""
 
     def run_micro_batches(self, runs: Sequence[Callable[[], None]], generators: Generators) -> None:
         """Computes the micro-batches of a window, by default one after the other.
@@ -85,7 +87,7 @@ class WeightsOnDevice:
         self.under_way, self.last = number, number == count - 1
 
     def take_gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Removes the gradient that backward has just computed from `p.grad`. Returns: the gradient to send to the
+        """Removes from `p.grad` the gradient that backward has just computed. Returns: the gradient to send to the
         host, or None if the gradient is summed on the device over the window's micro-batches, and this is not the last
         micro-batch."""
         gradient, p.grad = p.grad, None
@@ -93,7 +95,8 @@ class WeightsOnDevice:
 
     def bring_in(self, p: nn.Parameter) -> None:
         """Reads the master and optimizer state of a weight from the drive, if one is used, into host memory. Called
-        before the host updates the weight."""
+        before the host updates the weight, and before `put` stores tensors that were created or restored. Raises:
+        DriveFailed: a read or write failed."""
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
         """Called when the host tensors of a weight have been created, restored or updated. Afterwards these tensors may
@@ -111,7 +114,8 @@ class WeightsOnDevice:
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        """Context in which a checkpoint or an export reads all host tensors, which may be on a drive."""
+        """Context in which a checkpoint or an export reads all host tensors, which may be on a drive. Raises:
+        DriveFailed: a file on the drive cannot be read."""
         yield
 
     def waits_on_host(self, p: nn.Parameter) -> bool:

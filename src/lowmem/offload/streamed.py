@@ -7,7 +7,8 @@ block computes. `CausalLM` and `MasterWeights` use the class `StreamedWeights` t
     slot 1            | -> block 1   | block 1      | -> block 3   |      the next block is copied into the other slot
 
 Hooks do all this work, in the thread that runs the forward or backward pass. "Wait" means that the compute stream
-waits; the thread only launches the work:
+waits. The thread itself waits only for queued updates of a block before it starts to copy the block, and for the
+"staging" thread, if there is one (`registered.py`):
 
     forward pre-hook of block n          free the slots of earlier blocks, wait for block n's copy, prefetch n + 1
     forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
@@ -18,12 +19,13 @@ the block is recomputed. So a single hook works with every kind of activation ch
 
 A `HostBlock` (`host_block.py`) stores the weights of a block; a `Slot` is device memory for a copy of these weights.
 `_bind` makes a block's parameters views of the slot. At all other times each parameter is a single NaN expanded to its
-shape, so code that reads a weight too early or too late gets NaN instead of a plausible number.
+shape (0 for packed 4-bit weights), so code that reads a weight too early or too late gets NaN instead of a plausible
+number.
 
-Saves 2 bytes of device memory per parameter of the blocks. Copies up to 4 bytes per parameter and micro-batch to the
-device: 2 in forward and 2 in backward (with weights.order=by_layer 4 bytes per window instead). The copies take no
-extra time if each block computes for longer than the next block's copy takes. Source: Pudipeddi et al. 2020, arXiv
-2002.05645; Ren et al. 2021, arXiv 2101.06840.
+Saves 2 bytes of device memory per parameter of the blocks, except for the slots. Copies up to 4 bytes per parameter and
+micro-batch to the device: 2 in forward and 2 in backward. With weights.order=by_layer the copies are up to 4 bytes per
+parameter and window instead. The copies take no extra time if each block computes for longer than the next block's copy
+takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -112,7 +114,7 @@ class StreamedWeights(WeightsOnDevice):
         self._host_block_of: dict[Tensor, HostBlock] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
-        self._lowest = 0  # index of the first block through which backward goes; earlier blocks are not prefetched
+        self._lowest = 0  # index of the first block with a backward pass; backward does not prefetch earlier blocks
         self.fetched = 0  # number of block copies to the device
 
     # --- where weights are ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool = True) -> int | None:
-    """Returns the number of bytes of a size such as '12GiB', '900MiB' or 12884901888; None for None.
+    """Returns the number of bytes of a size such as '12GiB', '900MiB' or 12884901888, or None if `limit` is None.
 
     Args:
         limit: the size.

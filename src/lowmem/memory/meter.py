@@ -3,7 +3,7 @@
     every phase          resident memory of the process (RSS) and its peak; bytes of the ledger (weights, gradients,
                          optimizer state) at the end of the phase; on CUDA the caching allocator's statistics
     sampled steps        live tensor bytes by category (`StorageTracker`): the first 3 steps of a run or a resume, every
-                         `every`-th step, the first batch of an evaluation, and the work after its last batch
+                         `every`-th step, the first batch of each validation set, and the work after the last batch
     end of each step     bytes on a drive, and bytes that the step has read and written there
 
 The peak counters of the process and of CUDA are global; only this meter may reset them.
@@ -233,8 +233,8 @@ class MemoryMeter(Callback):
 
     def _held_bytes(self, phase: str) -> int:
         """Returns the bytes of the ledger's device side. The sum is cached, because it takes most of the time of a
-        measurement. Between steps only gradients change, so (phase, bytes of gradients) is the cache key. Sampled steps
-        compute the sum again in every phase."""
+        measurement. At the end of a phase only the bytes of gradients differ from step to step, so (phase, bytes of
+        gradients) is the cache key. Sampled steps compute the sum again in every phase."""
         key = phase, sum(gradient.nbytes for gradient in ledger.gradients(self._parameters))
         if self._tracker is not None or key not in self._held:
             self._held[key] = sum(self.ledger.bytes().values())
@@ -305,7 +305,8 @@ class MemoryMeter(Callback):
         return points
 
     def _points(self, tracker: StorageTracker) -> list[Point]:
-        """Returns the thinned timeline. A point takes 300 bytes, and a window may have a million points."""
+        """Returns the thinned timeline. The full timeline is never in memory, because a point takes 300 bytes, and a
+        window may have a million points."""
         return list(thinned(tracker.timeline(), len(tracker.events) + 1))
 
     def _live_row(self, point: Point) -> dict:

@@ -23,8 +23,8 @@ EVENTS = 200_000  # number of events in the ring buffer: a few steps of a large 
 
 @contextmanager
 def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
-    """Context manager that records allocations, and writes a snapshot if the device runs out of memory. Does nothing on
-    a CPU.
+    """Context manager that records allocations. Writes a snapshot if the device runs out of memory, and with `stacks`
+    also if the run succeeds. Does nothing on a CPU.
 
     Args:
         folder: the snapshot's folder.

@@ -60,8 +60,8 @@ _thread = _Thread()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
-    """Tells all active trackers the category of a tensor. Args: side: where a run on a card has the tensor, "device" or
-    "host"."""
+    """Tells all active trackers the category and the side of a tensor. Args: side: "device" or "host", where the tensor
+    is in a run on a card."""
     for tracker in _active:
         tracker.own(tensor, Owner(category, side, tuple))
 
@@ -234,8 +234,8 @@ class StorageTracker(TorchDispatchMode):
                 self._own(self._live[key], owned.bytes, owned.owner)
 
     def timeline(self) -> Iterator[Point]:
-        """Yields live bytes after every event, including storages that existed before tracking. A storage without an
-        owner counts as "activations", or as "other" if the optimizer step created it."""
+        """Yields the live bytes at the start of tracking and after every event, including storages that existed before
+        tracking. A storage without an owner counts as "activations", or as "other" if the optimizer step created it."""
         now, host, unowned = dict(self.base), self.host_base, {}  # unowned: serial -> category
         yield Point(self.events[0][0] if self.events else self.phase, dict(now), host)
         for phase, serial, size in self.events:

@@ -128,7 +128,7 @@ def open_texts(run: Run) -> Texts:
         for part in (
             config,
             config.get_text_config(decoder=True),
-        ):  # the same object, except with a nested configuration
+        ):  # both are the same object, unless the model's configuration contains a text configuration
             part.bos_token_id = part.eos_token_id = tokens.tokenizer.eos_token_id
     sets = {name: val[""]} if others else val
     for name, other in others:
@@ -161,8 +161,8 @@ def data(
 
 
 def _tell_cut(val: ValidationLoader) -> None:
-    """If an evaluation reads only the first rows of a set, logs that the documents in these rows depend on packing and
-    on the sequence length."""
+    """If an evaluation reads only the first rows of a set, logs that data.packing, data.too_long and seq_len decide
+    which documents are in these rows. Logs nothing for `Joined` rows."""
     every = len(val.sequences)
     if val.count < every and not isinstance(val.sequences, Joined):
         log.info(
@@ -173,8 +173,8 @@ def _tell_cut(val: ValidationLoader) -> None:
 
 
 def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
-    """If a validation set is too small for meaningful results, logs how to make it larger. Args: val: the set; data:
-    the arguments of the source; train: the training rows."""
+    """If a validation set is too small for meaningful results, logs how to make it larger. Logs nothing if the source
+    has no key `val_fraction`. Args: val: the set; data: the arguments of the source; train: the training rows."""
     units = val.sequences.counted
     count = val.sequences.report.get("documents", len(val.sequences))
     if count >= FEW or "val_fraction" not in data:
@@ -195,7 +195,8 @@ def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
 
 
 def _sources(data: Node) -> dict[str, Openable]:
-    """Returns {name of a validation set: source that reads the set}. All sources have the same training text."""
+    """Returns {name of a validation set: source that reads the set}. All sources have the same training text. If
+    data.val_path does not name several sets, the only name is an empty string."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
         return {"": _source(data)}
@@ -232,8 +233,11 @@ def module(
         data: the loaders and the description of the model.
         saved: the checkpoint to continue from.
         ranks: the strategy.
-        trains: True if the model is trained, not evaluated or exported. With a complete checkpoint the weights may then
-            be created in 16 bits.
+        trains: True if the model is trained, not evaluated or exported. With a complete checkpoint and weights.drive=
+            the weights may then be created in 16 bits.
+
+    Raises:
+        Refused: the weights, the adapter, the tokenizer or the checkpoint cannot be used with these settings.
     """
     complete = saved is not None and saved.base is None  # the checkpoint contains all weights
     described = data.described.at_random if complete else data.described
@@ -293,7 +297,8 @@ def causal_lm(
         described: the model's config and tokenizer.
         check: called with the loaded model on ranks that load weights.
         ranks: the strategy.
-        in_16_bits: a checkpoint will replace the weights, so that 16 bits suffice until then (`loading.read_in`).
+        in_16_bits: a checkpoint will replace the weights, so with weights.drive= the weights are created in 16 bits
+            (`loading.read_in`).
     """
     loss = _loss(run)
     dtype = loading.read_in(run, described, in_16_bits)
@@ -367,8 +372,8 @@ def choose_trained(run: Run, network: PreTrainedModel) -> None:
 
 
 def optimizer(run: Run) -> MakeOptimizer:
-    """Returns a factory of the optimizer. Keys in the yaml that lowmem defines are removed; all other keys are
-    arguments of the optimizer's class."""
+    """Returns a factory of the optimizer. Keys in the yaml that lowmem defines are not passed to the optimizer's class;
+    all other keys are arguments of this class."""
     node = run.optim.plain()
     ours = {key: node[key] for key in ("embedding_bits",) if key in node}
     return MakeOptimizer(instantiate({key: value for key, value in node.items() if key not in OPTIM_KEYS}), **ours)

@@ -1,8 +1,8 @@
 """Writes the folder model/ of a run: the trained model or its adapter, with a model card. Also converts the model to
 GGUF (export_format=gguf) and uploads the folder (push=). `fit.py` calls this module.
 
-The folder is written after all other files, because it needs the most disk space. So if the disk becomes full, all
-other files are complete.
+The folder is written after all other results, because it is the largest of them. So if the disk becomes full, the other
+results are complete.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ def leave(training: Training, command: Command, summary: Mapping[str, object]) -
     their shards to rank 0.
 
     Raises:
-        Refused: the folder cannot be written, or a weight does not fit into `export_dtype`. The message says what to
-            type.
+        Refused: the folder cannot be written, a weight does not fit into `export_dtype`, or the adapter cannot be
+            merged. The message says what to type.
     """
     try:
         _write(training, command, summary)
@@ -76,6 +76,7 @@ def _write(training: Training, command: Command, summary: Mapping[str, object]) 
     Raises:
         OSError: the folder cannot be written.
         OverflowError: a weight does not fit into `export_dtype`.
+        Refused: the adapter cannot be merged.
     """
     run, ranks = command.run, training.module.ranks
     if not ranks.divides and ranks.rank:
@@ -95,8 +96,8 @@ def _wider(dtype: str) -> str:
 
 
 def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
-    """Called after a checkpoint could not be written, which has ended training. Writes only the weights, which need
-    less disk space than a checkpoint, and then the other results if they fit.
+    """Called after a checkpoint could not be written, which has ended training. Writes the weights, which need less
+    disk space than a checkpoint, and then the other results if there is enough space.
 
     Returns:
         The error that ends the run. Its message says what was written and how to continue.

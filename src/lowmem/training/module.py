@@ -49,7 +49,8 @@ class Update(NamedTuple):
     scheduler: Callable[[Optimizer], LRScheduler]
     clip: float | None = None  # maximum global gradient norm; None: no clipping
     clip_value: float | None = None  # maximum absolute gradient element; applied before `clip`
-    early: bool = False  # early updates: masters on the host are updated inside backward, as soon as possible
+    # early updates: a master on the host is updated inside backward, as soon as its last gradient is on the host
+    early: bool = False
     skips_faults: bool = False  # skip a step whose loss or gradient is not finite; if False, the run ends
 
 
@@ -60,7 +61,7 @@ class Placement:
     weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # stores the weights, on the device or host
     tiles: Tiles | None = None  # modules that are computed in slices of tokens; None: no slices
     ranks: OneDevice = ONE_DEVICE  # the strategy
-    at_once: int = 1  # number of forward passes of an evaluation that run together by layer
+    at_once: int = 1  # number of forward passes that run as a group in an evaluation; 1 without weights.order=by_layer
 
 
 @dataclass
@@ -94,7 +95,7 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = self.own_loss = as_loss(loss)  # a strategy may wrap `loss`
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
-        # callback of an optimizer on the host, set by the callback's `setup`; None: the optimizer is on the device
+        # the callback that runs the optimizer on the host; its `setup` sets this. None: the optimizer is on the device
         self.masters: MasterWeights | None = None
         self.optimizer: WindowOptimizer | None = None  # created in `configure_optimizers`
         self.at_once = placement.at_once
@@ -103,10 +104,12 @@ class CausalLM(LightningModule):
         self.auxiliary_loss = AuxiliaryLoss(model) if asked_for(model) else None
         self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # position in the training data after the last completed window
-        # numbers of computed tokens and of tokens with a label, in all windows so far, including skipped steps
+        # Numbers of computed tokens and of tokens with a label, in all windows so far. Skipped steps count, too, except
+        # windows without a token that counts in the loss, which are not computed.
         self.tokens = self.learned_tokens = 0
         self.skipped_steps = 0
-        # global norm of the last window's gradients before clipping; None: not finite, or not computed (early updates)
+        # Global norm of the last window's gradients before clipping. None: a gradient is not finite, the window has no
+        # gradients, or the norm is not computed (early updates).
         self.gradient_norm: Tensor | None = None
         # stored in every checkpoint: digests of tokenizer and frozen weights, chat template, id of the W&B run, ...
         self.identity: dict[str, str] = {}
@@ -142,8 +145,9 @@ class CausalLM(LightningModule):
             return self._report(window, torch.zeros((), device=self.device), None, stepped=False)
         optimizer, precision, ranks = self.optimizer, self.trainer.precision_plugin, self.ranks
 
-        # Computes forward and backward of each micro-batch: one after the other, by layer, or in pipeline stages. With
-        # early updates or optim.in_backward=true each weight is updated here, as soon as its last gradient exists.
+        # Computes forward and backward of the micro-batches: one after the other, block by block for all micro-batches
+        # (weights.order=by_layer), or in pipeline stages. With early updates or optim.in_backward=true each weight is
+        # updated here, as soon as its last gradient exists.
         loss_sum, auxiliary_sum = (ranks.run_window or self.run_window)(window)
         ranks.gather_gradients()
 
@@ -215,13 +219,15 @@ class CausalLM(LightningModule):
 
     @property
     def last_micro_batch(self) -> bool:
-        """Returns True while the last micro-batch of a window computes."""
+        """Returns True if the micro-batch that computes now, or that has computed most recently, is the last of its
+        window. In a pipeline, returns True if the last backward pass of the window has ended."""
         return self.weights.last
 
     @property
     def phase_after_backward(self) -> str:
         """Returns the phase that begins after a micro-batch's backward pass. After the last micro-batch this is "step",
-        which includes the gradient norm. After other micro-batches it is "forward", or "backward" by layer."""
+        which includes the gradient norm. After other micro-batches it is "forward", or with weights.order=by_layer
+        "backward"."""
         if self.last_micro_batch:
             return "step"
         return "backward" if self.weights.overlaps else "forward"

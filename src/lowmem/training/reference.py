@@ -190,7 +190,8 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
 
 def _compute(run: Run, built: CausalLM, split: ReferenceLogProbs, missing: np.ndarray) -> None:
     """Computes the log-probabilities of the rows `missing` and stores them in the rows and in the cache file. Each rank
-    computes a share of the rows."""
+    computes a share of the rows. Raises: Refused: a log-probability is not finite, or the cache file cannot be
+    written."""
     ranks, rows = built.ranks, split.rows
     computed, known = rows.units_of(missing), rows.reference
     if ranks.rank == 0:

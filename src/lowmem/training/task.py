@@ -83,8 +83,8 @@ def find_task(run: Run, saved: Saved | None) -> Task:
 
 
 def lines_of_older(run: Run, saved: Saved | None) -> dict[str, str]:
-    """Returns overrides for a checkpoint of an earlier version of lowmem, which added no beginning-of-text token. With
-    these overrides the data are tokenized as in that version."""
+    """Returns overrides with which the data are tokenized as by earlier versions of lowmem, without a beginning-of-text
+    token. Returns an empty dict if there is no checkpoint, or if its run has stored its beginning tokens."""
     if saved is None or saved.begin is not None:
         return {}
     return {key: OLDER for key, bos in run.begins.items() if bos == "auto"}
@@ -122,8 +122,8 @@ def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
 
 
 def summary_of(saved: Saved) -> dict:
-    """Returns the contents of summary.json of a checkpoint's run. Returns an empty dict if the file is missing, if the
-    run was interrupted, or if it did not end at the step of the checkpoint."""
+    """Returns the contents of summary.json of a checkpoint's run. Returns an empty dict if the file is missing or
+    damaged, if the run was interrupted, or if it did not end at the step of the checkpoint."""
     try:
         summary = json.loads((saved.run / "summary.json").read_text(encoding="utf-8"))
         return summary if summary["steps"] == saved.steps and not summary["interrupted"] else {}

@@ -1,6 +1,6 @@
 """Builds, trains and evaluates one run. The context manager `training_session` yields the trained model and the
-callbacks that observed the training. At its end the context manager frees the model's memory on the card. `fit`, the
-search for batch_size=auto and the benchmarks use this context manager."""
+callbacks that observed the training. At its end the context manager frees the model's memory on the card, unless the
+model is sharded. `fit`, the search for batch_size=auto and the benchmarks use this context manager."""
 
 import logging
 import re
@@ -122,7 +122,8 @@ def training_session(
     Raises:
         DidNotFit: the run is out of memory, here or inside the `with` block.
         Refused: the data, the weights or a checkpoint have an error that earlier checks did not find; or training
-            failed because of a drive, Lightning's settings, or a loss or gradient that is not finite.
+            failed because of a drive, Lightning's settings, a value that is not finite (loss, gradient or weight), or
+            a model that mixes fp32 activations with 16-bit weights.
     """
     training = network = None
     saved, settings = task.saved, ExitStack()  # `settings`: settings of the process, restored at the end
@@ -283,7 +284,7 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
         "val_check_interval": run.val_every,
         "check_val_every_n_epoch": None,
         "inference_mode": not module.ranks.several,  # fully_shard needs version counters of tensors
-        "num_sanity_val_steps": 1,  # an evaluation that needs too much memory then fails before the first step
+        "num_sanity_val_steps": 1,  # so an evaluation that needs too much memory fails before the first step
         "default_root_dir": folder,
         "logger": loggers or False,
         **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),

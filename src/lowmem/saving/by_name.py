@@ -5,8 +5,9 @@ A checkpoint has the same content for every strategy and number of processes. Ea
 (in a pipeline, of each parameter of its stage), and the matching shard of the optimizer state, as plain tensors
 (`OneDevice.local` in `techniques/strategy/contract.py`). When saving, each shard becomes a piece of the full tensor.
 When loading, each process reads its shard of a full tensor from a file or a folder. In fused layers the elements of a
-shard have another order than in the model. For such layers `as_dtensor` gathers one full tensor at a time, both when
-saving and when loading a folder. Loading needs no other communication, and no process holds a second copy of the model.
+shard are not in the same order as in the model. For such layers `as_dtensor` gathers one full tensor at a time, both
+when saving and when loading a folder. Loading needs no other communication, and no process has a second copy of the
+model.
 """
 
 import logging

@@ -107,7 +107,7 @@ class Checkpoints(Callback):
         self.steps, self.seconds = steps_or_seconds(every)
         self.best_step, self.best_loss = -1, math.inf
         self.saved_step = -1
-        # None, or if training ended because a checkpoint could not be written: the reason, for an error message
+        # If a checkpoint could not be written, which ends training: the reason, for an error message. Otherwise None.
         self.ended_by: str | None = None
         self._since = 0.0  # time of the last attempt to save
 
@@ -119,7 +119,7 @@ class Checkpoints(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
         due = outputs["stepped"] and (trainer.global_step % self.steps == 0 or self._late(module.ranks))
-        if due or trainer.should_stop:  # should_stop: at the end or after a signal, save before the last evaluation
+        if due or trainer.should_stop:  # training ends, perhaps after a signal: save before the last evaluation
             self.save(trainer)
 
     def _late(self, ranks: OneDevice) -> bool:
@@ -158,6 +158,7 @@ class Checkpoints(Callback):
 
         Raises:
             NotFinite: a weight is inf or nan.
+            DriveFailed: a drive that stores masters or optimizer state failed.
         """
         if self.ended_by:
             return
@@ -227,6 +228,9 @@ def intact(path: Path) -> bool:
 
     A CRC-32 detects any flipped bit and any change within four adjacent bytes. It misses one in 4 billion of all other
     errors, such as a page of zeros. Checking 1 GB takes 0.3 s; with a cryptographic digest it would take 1 s.
+
+    Raises:
+        PermissionError: the checkpoint may not be read.
     """
     if path.is_dir():
         return checkpoint_folder.intact(path)
@@ -278,7 +282,7 @@ def find(named: str, key: str = "resume") -> Path:
 
 
 def _is_one(folder: Path) -> bool:
-    """Returns True if a folder is a checkpoint, False if it is a run folder."""
+    """Returns True if a folder is a checkpoint, False if it is a run folder or the folder checkpoints/ of a run."""
     return (folder / checkpoint_folder.INDEX).exists() or _NAME.fullmatch(folder.name) is not None
 
 

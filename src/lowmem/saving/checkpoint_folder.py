@@ -228,7 +228,8 @@ def load(folder: Path) -> tuple[dict, CheckpointTensors]:
 
 
 def has_its_end(folder: Path) -> bool:
-    """Returns True if every file has its full length. Reads only the index."""
+    """Returns True if every file has its full length. Reads only the index. Raises: PermissionError: a file may not be
+    read."""
     try:
         if not zipfile.is_zipfile(folder / INDEX):
             return False
@@ -252,7 +253,8 @@ def _pieces(stored: CheckpointTensors) -> Iterator[Piece]:
 
 
 def intact(folder: Path) -> bool:
-    """Returns True if the bytes of all files still have the CRC-32 that was stored when they were written."""
+    """Returns True if all pieces, and the index, still have the CRC-32 that was stored when they were written. Raises:
+    PermissionError: a file may not be read."""
     try:
         with zipfile.ZipFile(folder / INDEX) as archive:
             if archive.testzip() is not None:

@@ -1,9 +1,9 @@
 """Writes a trained model as a folder in Hugging Face's format, file by file, without a second copy in memory.
 
 transformers writes the folder from lazy tensors. A lazy tensor has a shape and a dtype, and its values are computed
-when transformers writes its file. If transformers computes with a lazy tensor earlier, for example to split fused
-experts, the values are computed at that time. So the export takes memory for one file, and for a mixture of experts
-also for all experts, in addition to the model itself.
+when transformers writes the file with this tensor. If transformers computes with a lazy tensor earlier, for example to
+split fused experts, the values are computed at that time. So the export takes memory for one file, and for a mixture of
+experts also for all experts, in addition to the model itself.
 
 If the model is sharded, the first process writes, and gathers one weight at a time from all processes (`Weights`).
 """

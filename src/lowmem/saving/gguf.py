@@ -40,11 +40,12 @@ class Family(NamedTuple):
 
     Args:
         name: llama.cpp's name of the architecture.
-        of_config: returns name of a method of GGUFWriter -> its argument, from the model's configuration.
+        of_config: converts the model's configuration to a mapping: name of a method of GGUFWriter -> its argument.
         fixed: key of the configuration -> the values that llama.cpp supports. A GGUF file cannot store other values.
         transposed: suffixes of the names of weights that transformers stores as (inputs, outputs).
         pairs: True: llama.cpp's rotary embeddings of this architecture rotate pairs of adjacent elements, while
-            transformers' rotate pairs that are half a head apart. So rows of queries and keys are reordered.
+            transformers rotates pairs of elements that are half a head apart. So the rows of query and key projections
+            are reordered.
     """
 
     name: str
@@ -126,8 +127,10 @@ def write(folder: Path) -> Path:
         folder: a model in Hugging Face's format that passed `check`.
 
     Raises:
-        Refused: llama.cpp does not support a tensor, or computes tokens or log-probabilities that differ from
-            transformers' more than rounding explains.
+        Refused: llama.cpp does not support a tensor, cannot open the file, tokenizes a text differently from
+            transformers, or computes log-probabilities that differ from those of transformers by more than rounding
+            explains.
+        OSError: the file cannot be written.
     """
     for old in (folder / NAME, folder / UNVERIFIED):
         old.unlink(missing_ok=True)

@@ -20,14 +20,14 @@ from lowmem.system.errors import Refused
 
 # words, numbers, code, several scripts and whitespace, which tokenizers split differently
 TEXT = "In 1984, the cost rose by 12.5%: it wasn't news.\n\ndef f(x):\n    return x ** 2  # naïve\n\tДа, 東京!  Ok"
-TOP = 20  # number of tokens per position, the most likely ones, whose log-probabilities are compared
+TOP = 20  # at each position, the log-probabilities of this number of most likely tokens are compared
 # Log-probabilities differ because of rounding: llama.cpp rounds the inputs of matmuls with 16-bit weights to 16 bits,
 # and reads GELU from a table in fp16. The size of the rounding error depends on the model. So the tolerance is FACTOR
 # times the difference between an fp32 model and a 16-bit model in transformers.
 FACTOR = 2.0
 CONTEXT = 512  # context length of llama.cpp, in tokens
 PARTS = 6  # number of prefixes of TEXT whose tokenization by llama.cpp is checked
-SAME = 1e-3  # nats: tolerance between two results of llama.cpp for equal tokens, which may run in different batches
+SAME = 1e-3  # nats: largest difference between two results of llama.cpp for equal tokens, computed in different batches
 
 
 def is_installed() -> bool:
@@ -42,8 +42,8 @@ def compare(file: Path, folder: Path) -> None:
         folder: the folder from which the file was converted.
 
     Raises:
-        Refused: llama.cpp cannot open the file, splits TEXT into other tokens, or computes log-probabilities that
-            differ by more than rounding explains.
+        Refused: llama.cpp cannot open the file, tokenizes TEXT differently from transformers, or computes
+            log-probabilities that differ by more than rounding explains.
     """
     texts, tokens = _tokenized(folder)
     ids = tokens[-1]

@@ -88,7 +88,7 @@ def _scaling(rope: dict, config: dict) -> dict | None:
     kind = rest.pop("rope_type", "default")
     if kind == "default" and not rest:
         return None
-    if config.get("model_type") == "phi3":  # transformers 4 accepts no other key
+    if config.get("model_type") == "phi3":  # transformers 4 accepts only these keys
         return {"type": kind} | {key: rest[key] for key in ("short_factor", "long_factor") if key in rest}
     return {"rope_type": kind, "type": kind} | rest
 

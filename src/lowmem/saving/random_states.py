@@ -45,7 +45,7 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
             "resume=: dropout masks will differ from an unbroken run, because the checkpoint has the random states of "
             f"{quantity(len(every), 'process')} ({saved.get('strategy')}), which do not match this run."
         )
-        if not ranks.several:  # with several processes, each process has already been seeded
+        if not ranks.several:  # with several processes, `before_training` has already seeded each process
             torch.manual_seed(torch.initial_seed() + window)
         return
     own: dict[str, Tensor] = every[ranks.rank]

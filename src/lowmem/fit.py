@@ -63,7 +63,7 @@ def fit(
     Raises:
         Refused: the run cannot work, or is out of memory. The message says why and what to type.
         NotPublished: the run is complete, but its model could not be converted to GGUF or uploaded.
-        OSError: the disk is full.
+        OSError: a file cannot be read or written, for example because the disk is full.
     """
     choices, run = choices or {}, settled(cfg)
     check(run, choices)
@@ -110,7 +110,8 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
 
 
 def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Resolves recipe= and batch_size=auto, checks the predicted memory, and trains. Raises: Refused."""
+    """Resolves plan= and batch_size=auto, checks the predicted memory, and trains. Raises: Refused: no recipe or batch
+    size fits, the run needs more memory than there is, or training failed."""
     loading.check_architecture(command.run)
     if ranks.rank == 0:
         hints.tell_lr(command.run)
@@ -145,8 +146,8 @@ def _evaluate(command: Command, task: Task, ranks: OneDevice, texts: build.Texts
 
 
 def _export(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Writes model/ of a run. In the folder of the run itself, no other file changes, except that a mark of failure may
-    be removed. Another folder also gets summary.json."""
+    """Writes model/ of a run. If the command writes into the run folder itself, it changes no other file, but may
+    remove the mark of a failure. If the command writes into another folder, this folder also gets summary.json."""
     command, evaluated = _unplanned(command), summary_of(task.saved)
     in_place = command.folder.resolve() == task.saved.run.resolve()
     with (
@@ -186,7 +187,8 @@ def _training(
 
     Raises:
         OutOfMemory: the run is out of memory, here or inside the `with` block. The message says what to try.
-        OSError: the disk is full. The error names a file, or at least the run folder.
+        OSError: a file cannot be read or written. If the disk is full, the error names a file, or at least the run
+            folder.
     """
     run = command.run
     try:
@@ -212,9 +214,15 @@ def _ended(training: Training, command: Command, task: Task, summary: dict) -> d
 
 
 def _left(training: Training, command: Command, task: Task, summary: dict, finished: bool = True) -> dict:
-    """Writes the model, prints the commands that a user may type next, converts the model to GGUF and uploads it.
-    Args: finished: the run is complete, so a mark of failure that an earlier attempt left in the folder is removed.
-    Returns: the summary."""
+    """Writes the model, prints the commands that a user may type next, and converts the model to GGUF and uploads it if
+    the settings ask for this. An interrupted run, and an evaluation without resume=, write no model.
+
+    Args:
+        finished: the run is complete, so a mark of failure that an earlier attempt left in the folder is removed.
+
+    Returns:
+        The summary.
+    """
     exports = task.exports and not summary["interrupted"]  # an interrupted run can be resumed from its checkpoint
     if exports:
         model_folder.leave(training, command, summary)

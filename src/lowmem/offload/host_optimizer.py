@@ -105,7 +105,7 @@ class HostOptimizer(WindowOptimizer):
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         """Waits until all gradients are on the host, and computes their norms. With early updates the norm is None, and
         the loss counts as finite, because `MasterWeights` has already checked the loss. Discards all gradients if one
-        of them is not finite. Raises: NotFinite, DriveFailed: an early update failed."""
+        of them is not finite. Raises: NotFinite, DriveFailed: an earlier update failed."""
         self.link.finish()
         collected, self._reading = self._collected(), Reading(1 / scale)
         with host_side():

@@ -228,8 +228,7 @@ def load(folder: Path) -> tuple[dict, CheckpointTensors]:
 
 
 def has_its_end(folder: Path) -> bool:
-    """Returns True if every file has its full length. Reads only the index. Raises: PermissionError: a file may not be
-    read."""
+    """Returns True if every file has its full length. Reads only the index."""
     try:
         if not zipfile.is_zipfile(folder / INDEX):
             return False

@@ -34,7 +34,7 @@ _SAYS = {  # functions that do not need the values of a lazy tensor
 
 class Later(Tensor):
     """A lazy tensor, whose values are computed when an operation needs them. The values are not stored, so each
-    operation computes them again."""
+    operation that needs the values computes them again."""
 
     compute: Callable[[], Tensor]  # returns the values
 

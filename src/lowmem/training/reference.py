@@ -7,9 +7,9 @@ rejected answer) or per rated answer (with its own prompt and with a mismatched 
 is loaded again for training. The log-probabilities are stored in the token cache, 16 bytes per pair or rated answer,
 and reused by resumed runs and by other jobs of a sweep.
 
-The cache key contains a digest of the model's initial weights and config (which checkpoints store too), the precision,
-the tokens and their packing into rows. So after a change of the model, the template or seq_len the log-probabilities
-are computed again.
+The cache key contains a digest of the model's initial weights and config, the precision, the tokens and their packing
+into rows. So after a change of the model, the template or seq_len the log-probabilities are computed again. Checkpoints
+store the digest, too.
 """
 
 import gc

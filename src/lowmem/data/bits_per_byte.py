@@ -1,10 +1,11 @@
 """Converts a validation loss to bits per byte of the predicted text, a unit that is comparable across tokenizers.
 
-If all tokens of a split are labels, the token store knows the bytes of each document. For other data, such as the
-answers of a chat or separate documents, each process reads the labels of its device's rows once and counts the bytes of
-their text. With a byte-level tokenizer, each token has a fixed number of bytes. With other tokenizers, a token that is
-decoded separately may lose a space or contain an incomplete character. So consecutive labels are decoded together with
-the tokens before them, and the bytes that the labels add to the text are counted.
+If rows are consecutive parts of a split and every token is a label, the token store knows the bytes of each document.
+For other rows, such as the answers of a chat or rows with packing=documents, each process reads the labels of its
+device's rows once and counts the bytes of their text. With a byte-level tokenizer, each token has a fixed number of
+bytes. With other tokenizers, a token that is decoded separately may lose a space or contain an incomplete character. So
+consecutive labels are decoded together with up to BEFORE tokens before them, and the bytes that the labels add to the
+text are counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 
 
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
-    """Returns the number of labels, and the bytes of their text."""
+    """Returns the number of labels, and the bytes of their text. For rows without gaps, both numbers are over all
+    devices; for other rows, only over the rows of this device."""
     if val.sequences.without_gaps:
         known = replace(tokens, val=val.sequences.split)  # each source of a mixture has its own split
         return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)

@@ -1,10 +1,11 @@
-"""Stores files in a cache folder with their checksums, and rebuilds a folder whose files do not match. The token store
-keeps its files in such folders.
+"""Stores files in a cache folder with their checksums, and rebuilds a folder if a file does not match its checksum. The
+token store keeps its files in such folders.
 
-`meta.json` lists the size and the CRC-32 of every file, and the CRC-32 of this list. Opening a folder reads and checks
-all of its files, at about 1 GB/s. This takes less time than the SHA-256 of the source text, which every start computes
-anyway: the text has twice the bytes of its tokens, and SHA-256 runs at half the speed. The returned arrays are
-memory-mapped from the files that were checked, so another process may replace the folder while the arrays are in use.
+`meta.json` contains metadata, the size and the CRC-32 of every other file, and the CRC-32 of these values. Opening a
+folder reads and checks all of its files, at about 1 GB/s. For local source files this takes less time than the SHA-256
+of the source text, which every start computes anyway, because the text has twice the bytes of its tokens and SHA-256
+runs at half the speed. The returned arrays are memory-mapped from the files that were checked, so another process may
+replace the folder while the arrays are in use.
 """
 
 import json
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 META = "meta.json"
 BLOCK = 1 << 20  # bytes
-ATTEMPTS = 4  # needed if another process replaces the folder while this process opens it
+ATTEMPTS = 4  # attempts to open or fill a folder; another process may replace the folder in between
 
 
 class FolderContents(NamedTuple):
@@ -39,7 +40,7 @@ class FolderContents(NamedTuple):
 
 
 class _Damaged(Exception):
-    """Raised if a file does not have the size or checksum with which it was written."""
+    """Raised if a file is missing, or does not have the size and the checksum with which it was written."""
 
 
 def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
@@ -49,8 +50,8 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
         fill: writes the files into an empty folder and returns values for `FolderContents.meta`.
 
     Raises:
-        OSError: the folder cannot be written.
-        Refused: files that were just written cannot be read back unchanged.
+        OSError: a file cannot be read, or the folder cannot be written.
+        Refused: the files still do not match their checksums after ATTEMPTS attempts.
     """
     for _ in range(ATTEMPTS):
         found = _inode(folder)
@@ -112,7 +113,7 @@ def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Renames a folder before it is deleted, so that no process opens a partial folder."""
+    """Deletes a folder. The folder is renamed first, so that no process opens a partially deleted folder."""
     aside = tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent)
     with suppress(FileNotFoundError):  # another process has removed the folder
         os.replace(folder, aside)

@@ -1,12 +1,12 @@
-"""Makes windows of micro-batches from rows of tokens, in an order that depends on the seed alone.
+"""Makes windows of micro-batches from rows of tokens, in an order that the seed and the epoch determine.
 
-A window is the micro-batches of one optimizer step, and a sequence is a row of a split (`packing.py`). An epoch reads
-every sequence once, in a permutation drawn from (seed, epoch). The sizes of micro-batches and windows and the number of
-devices decide only where this order is divided; they do not change the order. The only exception is packing=padded,
-which sorts rows so that the rows of a micro-batch have similar lengths.
+A window is the micro-batches of one optimizer step, and a sequence is a row of a split (`packing.py`), or both rows of
+a padded pair (`pairs.py`). An epoch reads every sequence once, in a permutation drawn from (seed, epoch). The sizes of
+micro-batches and windows and the number of devices decide only where this order is divided; they do not change the
+order. The only exception is packing=padded, which sorts rows so that the rows of a micro-batch have similar lengths.
 
-Each window contains the position *after* it. Training stores this position once the optimizer step of the window is
-done, so a resumed run never skips a window that was prefetched but not trained on.
+Each window contains the position at which the next window begins. Training stores this position once the optimizer step
+of the window is done, so a resumed run never skips a window that was prefetched but not trained on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ COUNTS = ("learned_tokens", "weight", "first_tokens")  # counts of a micro-batch
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Rows that go through the model together. A loss that needs more than tokens uses a subclass. The subclass adds
-    tensors with the same first dimension as `input_ids`, and defines `weight`, by which the sum of the losses is
-    divided."""
+    tensors with the same first dimension as `input_ids`, and defines `weight`: the sum of a window's losses is divided
+    by the sum of the weights of its micro-batches."""
 
     UNIT: ClassVar[str] = "tokens"  # unit of `weight`
     # rows per example; an example is never split across devices, so both rows of a pair stay together
@@ -39,13 +39,13 @@ class MicroBatch:
 
     input_ids: Tensor  # (B, T) int64
     labels: Tensor  # (B, T) int64, the token that follows each input; -100: ignored by the loss
-    position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: a row is one document
+    position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: from 0 in each row
     real: Tensor | None = None  # (B, T) bool: False for filler after a row's last document; None: no filler
 
     @cached_property
     def weight(self) -> int:
-        """Returns the weight of this micro-batch in the window's mean loss: its learned tokens. A subclass may count
-        pairs instead."""
+        """Returns the weight of this micro-batch in the window's mean loss: the number of its learned tokens. A
+        subclass may count pairs or answers instead."""
         return self.learned_tokens
 
     @property
@@ -56,8 +56,8 @@ class MicroBatch:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """Returns the keyword arguments of the model's forward pass: `input_ids`, and `position_ids` unless it is None.
-        If `counted` has cached `first_tokens`, this list is attached to the position ids as `counted_first`, so that
-        `document_attention.py` does not copy the position ids from the device."""
+        If `counted` has cached `first_tokens`, this list becomes the attribute `counted_first` of the position ids, so
+        that `document_attention.py` does not have to wait for values from the device."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids}
         if (known := vars(self).get("first_tokens")) is not None:
@@ -65,7 +65,7 @@ class MicroBatch:
         return {"input_ids": self.input_ids, "position_ids": self.position_ids}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Returns a micro-batch of the results of calling `change` on every tensor, for example to select rows."""
+        """Returns a micro-batch in which every tensor is replaced by `change(tensor)`, for example to select rows."""
         return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     @property
@@ -76,7 +76,8 @@ class MicroBatch:
 
     @classmethod
     def concatenated(cls, batches: Sequence[Self]) -> Self:
-        """Returns one micro-batch with the rows of all batches, which must have the same fields."""
+        """Returns one micro-batch with the rows of all batches. The same optional tensors must be None in all
+        batches."""
         return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
 
     def to(self, device: torch.device, **how: object) -> Self:
@@ -91,8 +92,8 @@ class MicroBatch:
         return moved
 
     def counted(self) -> Self:
-        """Counts and caches labels and documents while the tensors are in host memory, and returns self. Counting on
-        the GPU would make the host wait for the GPU."""
+        """Computes and caches the learned tokens, the weight and the starts of documents while the tensors are in host
+        memory, and returns self. Counting on the GPU would make the host wait for the GPU."""
         vars(self).update({name: getattr(self, name) for name in COUNTS})
         return self
 
@@ -110,7 +111,7 @@ class MicroBatch:
 
     @cached_property
     def learned_tokens(self) -> int:
-        """Returns the number of tokens with a label, which the loss learns from."""
+        """Returns the number of labels that the loss does not ignore."""
         return int((self.labels != IGNORED).sum())
 
     @cached_property
@@ -130,8 +131,8 @@ class MicroBatch:
 
 
 class Position(NamedTuple):
-    """A position in the data, from which training continues. Sequence number `sequence` in the order of `epoch` is read
-    next, and `window` windows are done.
+    """A position in the data, from which training continues. The next sequence is number `sequence` in the order of
+    `epoch`, and `window` windows are done.
 
     In a stream, `sequence` counts within a block, and `state` is the stream's state before this block.
     """
@@ -157,8 +158,8 @@ class Window(NamedTuple):
 
 
 class Rows:
-    """The base class of the rows of a split, which a loader reads by number, in any order. `packing.py` has the
-    subclasses for text.
+    """The base class of the rows of a split, which a loader reads by number, in any order. (The rows of a stream are an
+    exception, see `numbered`.) `packing.py` has the subclasses for text.
 
     Args:
         seq_len: maximum tokens of a row.
@@ -199,15 +200,15 @@ class Rows:
         return WindowLoader(self, *how)
 
     def starts(self, row: int) -> list[int]:
-        """Returns the indices of a row at which documents begin, and the index at which the filler after the last
-        document begins."""
+        """Returns the indices within a row at which documents begin, and the index at which the filler after the last
+        document begins, if any. Returns [0] if the row has no position ids."""
         positions = self.micro_batch(np.array([row])).position_ids
         return [0] if positions is None else (positions[0] == 0).nonzero().ravel().tolist()
 
     @property
     def order(self) -> dict:
-        """Returns everything besides the number and the length of the rows that decides which row has which number. A
-        checkpoint stores it, to detect changed data on a resume."""
+        """Returns the values that determine the content of each row number, except the number and the length of rows. A
+        checkpoint stores these values, so that a resumed run detects changed data."""
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
@@ -217,7 +218,7 @@ class Rows:
 
     def grouping(self, rows_per_step: int) -> dict:
         """Returns the values besides the permutation on which the result of `arranged` depends. A checkpoint stores
-        them."""
+        these values."""
         return {}
 
 
@@ -234,7 +235,7 @@ class Share(NamedTuple):
         return self.batch_size * self.world_size
 
     def places(self, rows: int = 1) -> slice:
-        """Returns the slice of this device's examples. Args: rows: rows per example."""
+        """Returns the slice of this device's rows in a global micro-batch. Args: rows: rows per example."""
         size = self.batch_size * rows
         return slice(self.rank * size, (self.rank + 1) * size)
 
@@ -250,7 +251,8 @@ class WindowLoader:
 
     Args:
         share: the device's share of each global micro-batch.
-        window_size: returns the number of micro-batches of a window. The last window of an epoch may have fewer.
+        window_size: called with the numbers of an epoch and a window; returns the number of micro-batches of this
+            window. The last window of an epoch may have fewer.
     """
 
     def __init__(
@@ -286,7 +288,7 @@ class WindowLoader:
         return self._permutation(start.epoch)[start.sequence : until].tolist()
 
     def described(self, start: Position, end: Position) -> str:
-        """Returns words for messages that name the sequences from `start` to `end`."""
+        """Returns a description of the sequences from `start` to `end`, for messages."""
         read = self.between(start, end)
         listed = ", ".join(map(str, read[:NAMED])) + (" ..." if len(read) > NAMED else "")
         return f"sequences {listed} of the training split ({len(read)} in all, epoch {start.epoch})"

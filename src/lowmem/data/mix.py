@@ -36,8 +36,8 @@ class Mix(Openable):
         shares: name of a source -> its share of the labels; None: an epoch reads every row of every source once.
 
     Raises:
-        Refused: a source cannot be part of a mixture, settings of the sources contradict each other, or `shares` does
-            not name exactly the sources.
+        Refused: there is no source, a source cannot be part of a mixture, settings of the sources contradict each
+            other, or `shares` does not name exactly the sources.
     """
 
     name = "mix"

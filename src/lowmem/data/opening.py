@@ -35,8 +35,8 @@ class RowSettings(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The rows of an opened source. Args: val: name of a validation set -> its rows; a single validation set has the
-    name ""."""
+    """The rows of an opened source. Args: val: name of a validation set -> its rows; a single, unnamed validation set
+    has the name ""."""
 
     tokens: Tokens
     train: Rows
@@ -57,14 +57,14 @@ class Openable(Source):
         """Opens the source.
 
         Raises:
-            Refused: nothing to train or validate on, or a file cannot be read.
+            Refused: the data cannot be used, for example because a file cannot be read or nothing is left to train on.
         """
         raise NotImplementedError
 
 
 def source_class(target: str) -> type[Openable]:
-    """Returns the source class that a `_target_` names, or `Openable` if the `_target_` is a function that makes a
-    source."""
+    """Returns the source class that a `_target_` names, or `Openable` if the `_target_` is anything else, such as a
+    function that makes a source."""
     target = get_object(target)
     return target if isinstance(target, type) and issubclass(target, Openable) else Openable
 

@@ -4,13 +4,14 @@
   attend to unrelated documents in their row.
 - `documents` packs complete documents into rows (best fit decreasing). The position ids start at 0 in each document, so
   tokens attend only to their own document (`model/packed_attention.py`).
-- `padded` gives each document its own row, which is padded at its end to the longest row of the micro-batch. In a
-  causal model, padding at the end does not influence the tokens before it, so `padded` needs no attention mask. The
-  price is the computation of the padding.
+- `padded` gives each document its own row, which is padded at its end to the length of the longest row of the
+  micro-batch. In a causal model, padding at the end does not influence the tokens before it, so `padded` needs no
+  attention mask. The price is the computation of the padding.
 
 With `documents` and `padded` a label is the next token of the same document, so a document's last token has no label.
-`too_long` decides about documents that are longer than a row. `cut` divides such a document into several pieces, and
-each of its tokens except the first is still a label once. `drop` leaves the document out, and `refuse` ends the run.
+With these two methods, `too_long` decides what happens to documents that are longer than a row. `cut` divides such a
+document into several pieces, and each of its tokens except the first is still a label once. `drop` leaves the document
+out, and `refuse` ends the run.
 
 Best fit decreasing (Johnson et al. 1974) places each piece, the longest first, in the row with the smallest sufficient
 space. This row is found in O(1), because one integer has a bit for each size of free space that an open row has.
@@ -44,7 +45,8 @@ FILLER = 0  # a token id that every vocabulary has
 
 
 class NothingToLearn(Refused):
-    """Raised if a split has no token in the loss. Args: report: counts of the documents that were left out."""
+    """Raised if a split has no token in the loss. Args: report: counts of included, cut and dropped documents, as in
+    `pieces`."""
 
     def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
         super().__init__(
@@ -55,8 +57,8 @@ class NothingToLearn(Refused):
 
 
 class TooLong(Refused):
-    """Raised with too_long=refuse if a document is too long. Args: document: index of the first such document in its
-    split."""
+    """Raised with too_long=refuse if a document, pair or rated answer is too long. Args: document: index in its split
+    of the first such document, or of the first document of the first such pair."""
 
     def __init__(self, message: str, document: int) -> None:
         super().__init__(message)
@@ -164,11 +166,11 @@ class _Apart(Rows):
 
 
 class Documents(_Apart):
-    """Rows of complete documents, or of pieces of documents that are longer than a row. The unused end of a row becomes
-    a separate document without labels."""
+    """Rows that are filled with complete documents, and with pieces of documents that do not fit into one row. The
+    unused end of a row becomes a separate document without labels."""
 
     positions = True
-    stored_as = "rows"  # prefix of the name of the file that stores the packed order
+    stored_as = "rows"  # part of the name of the file that stores the packed order
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
@@ -222,7 +224,7 @@ class Documents(_Apart):
 
 
 class Padded(_Apart):
-    """Rows of a single piece each: a document, or a part of a document that is longer than a row."""
+    """Rows with one piece each: a complete document, or a piece of a document that does not fit into one row."""
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
@@ -271,7 +273,8 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     """Returns rows of at most `seq_len` tokens. Args: name: name of the split, train or val.
 
     Raises:
-        Refused: the split has no row or no token to learn, or with too_long=refuse a document that is too long.
+        Refused: the split has no row, no token to learn, or with too_long=refuse a document that is too long; or packed
+            rows cannot be written to cache_dir.
     """
     if packing == "joined":
         return Joined(split, seq_len, {"val": "validation"}.get(name, name))

@@ -88,12 +88,12 @@ class PackedPairBatch(PairBatch):
 
 
 class AnswerRows:
-    """The base class of rows of answers. Its unit is a pair or a rated answer, in place of a document: units are
-    counted, and are kept, cut or dropped as a whole."""
+    """The base class of rows of answers. It counts, cuts and drops units (pairs or rated answers) instead of single
+    documents, so both documents of a pair are kept or dropped together."""
 
     fits: str  # description, in messages, of the tokens that must fit into seq_len
     batch: type[AnswerBatch]
-    # (units, 2) fp64, as `CausalLM.predict_step` returns them; NaN: not computed yet
+    # (units, 2) fp64, as `CausalLM.predict_step` returns them; NaN: not computed yet; None: no reference model
     reference: np.ndarray | None = None
 
     @classmethod
@@ -109,8 +109,8 @@ class AnswerRows:
         """Returns the indices of the documents of each unit, (units, ANSWERS).
 
         Args:
-            lengths: (documents,), the lengths of all documents; 0: a single answer was rated, and this is the document
-                of the missing answer.
+            lengths: (documents,), the lengths of all documents; 0: the document of a missing answer, if a record has
+                only one rated answer.
         """
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class AnswerRows:
 
         Raises:
             TooLong: with too_long=refuse, a unit is too long.
-            Refused: no unit is left.
+            Refused: no unit has a token to learn in every answer, or `_documents` refuses the records.
         """
         ends = np.asarray(self.split.ends, np.int64)
         lengths = np.diff(ends, prepend=0)
@@ -275,7 +275,8 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
         name: name of the split, train or val.
 
     Raises:
-        Refused: see `AnswerRows._chosen` and `_Pairs._documents`; or pairs do not support this packing.
+        Refused: see `AnswerRows._chosen` and `_Pairs._documents`; or pairs do not support this packing, or packed rows
+            cannot be written to cache_dir.
     """
     made = rows_class(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "pair"))

@@ -53,7 +53,7 @@ class Random(Openable):
 
 @dataclass(frozen=True)
 class Drawn(Rows):
-    """Rows of random tokens. Args: seed: prefix of the seed of each row."""
+    """Rows of random tokens. Args: seed: the first numbers of the seed of each row; the row number follows."""
 
     seed: tuple[int, ...]
     count: int

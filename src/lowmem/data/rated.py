@@ -1,14 +1,15 @@
 """Makes rows of rated answers for `loss=kto`. Each answer is desirable or undesirable, and a prompt may have a single
 answer.
 
-A record is two documents in the token store (`pairs.py`): first the desirable answer, then the undesirable answer. A
-pair has both answers; for a single rated answer the document of the missing answer is empty. So each document with
-tokens is a unit: a desirable answer if the number of the document is even, an undesirable answer if the number is odd.
+A record is two documents in the token store (`pairs.py`): first the prompt with the desirable answer, then the prompt
+with the undesirable answer. A pair has both answers; for a single rated answer the document of the missing answer is
+empty. So each document with tokens is a unit: a desirable answer if the number of the document is even, an undesirable
+answer if the number is odd.
 
 KTO compares the reward of an answer with the rewards of mismatched answers. So a batch has two rows for each answer: a
 row with the answer after its own prompt, and a mismatched row, in which the same prompt is followed by the answer to
 the next different prompt of the split. The mismatched row of an answer is the same in every epoch, so a reference model
-computes it only once. Mismatched rows are computed without gradients.
+computes its log-probability only once. Mismatched rows are computed without gradients.
 """
 
 import logging
@@ -135,7 +136,8 @@ class RatedAnswers(PaddedAnswers):
         )
 
     def _mismatched(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns the inputs and the labels of the mismatched rows of these answers, (B, S) each."""
+        """Returns the inputs and the labels of the mismatched rows of these answers, (B, S) each. Rows are cut to
+        `seq_len` tokens."""
         rows = []
         for unit in indices.tolist():
             (prompt, _), (_, answer) = self._read(unit), self._read(self._next_prompt(unit))

@@ -7,9 +7,9 @@ tokenizes and packs the next block (`Stream.blocks`).
 
 A position consists of the stream's state before a block and the number of rows of the block that were used. To resume,
 the run loads this state and reads the block again. With packing=joined, the tokens at the end of a block that do not
-fill a row begin the next block. The state contains these tokens, which are at most `seq_len`; otherwise it consists of
-a few numbers. The shuffle buffer of `datasets` is not used, because a resume would lose the buffer: its documents would
-be read twice or never.
+fill a row begin the next block. The state contains these tokens (at most `seq_len`), and otherwise only a few numbers.
+The shuffle buffer of `datasets` is not used, because a resume would lose the buffer: its documents would be read twice
+or never.
 """
 
 import logging

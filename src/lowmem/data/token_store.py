@@ -140,7 +140,7 @@ def _open_or_fill(place: Callable[[], Path], write: Callable[[Path], dict]) -> F
     """Opens the cache folder of a source. A folder that is missing or damaged is filled first.
 
     Args:
-        place: returns the folder, whose name is a digest of the current content of the source's files.
+        place: returns the folder. Its name contains the cache key, so it changes if the content of the source changes.
         write: writes the files into an empty folder, and returns the metadata.
     """
     folder = place()
@@ -185,7 +185,7 @@ def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | N
 def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
     """Returns the values that identify a tokenizer in a cache key. For a fast tokenizer they contain the complete
     tokenizer.json, because two tokenizers with the same vocabulary may split words differently. Args: older: the source
-    has data.bos=older, so the tokens that begin and end documents are left out."""
+    has data.bos=older, so the result does not contain the tokens that begin and end documents."""
     around = [] if older else framing_of(tokenizer)[:2]
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None), *around]
@@ -199,7 +199,8 @@ def _write(
     special_tokens: Sequence[str],
     splits: Sequence[SplitName] = ("val", "train"),
 ) -> dict:
-    """Fills a folder with a source's tokens, and returns the dtype of the ids and notes about left-out records."""
+    """Fills a folder with a source's tokens, and returns the metadata: the dtype of the ids, and the source's notes for
+    the log."""
     log.info("Tokenizing data=%s", source.name)
     if tokenizer is None:
         texts = _spread(source.texts(), source.size("train"))

@@ -1,5 +1,5 @@
-"""Defines `BadRecord`, the error for a record that cannot be used, and the checks and phrases that its messages
-share."""
+"""Defines `BadRecord`, the error for a record that cannot be used, and helpers that check values and write the messages
+of this error."""
 
 from collections.abc import Mapping
 
@@ -7,8 +7,8 @@ from lowmem.config.values import shown
 
 
 class BadRecord(ValueError):
-    """Raised if a record cannot be used. The message describes the error, without the file's name and without a period
-    at its end."""
+    """Raised if a record cannot be used, or returned in place of its document. The message describes the error, without
+    the file's name and without a period at its end."""
 
 
 def checked(value: object, name: str, empty: bool = False) -> str:
@@ -19,7 +19,8 @@ def checked(value: object, name: str, empty: bool = False) -> str:
         empty: accept text without a visible character.
 
     Raises:
-        BadRecord: the value is not text, is empty, or contains a null character or an unpaired surrogate.
+        BadRecord: the value is not text, has no visible character although `empty` is False, or contains a null
+            character or an unpaired surrogate.
     """
     if not isinstance(value, str):
         raise BadRecord(f"{name} must be text, but is {kind(value)}")
@@ -46,7 +47,8 @@ def names_of(fields: Mapping) -> str:
 
 
 def control(name: str, token: str) -> BadRecord:
-    """Returns the error for text with a control token, which would end a document or a message early.
+    """Returns the error for text with a control token, which could end a document or a message in the middle of its
+    text.
 
     Args:
         name: name of the text in messages.

@@ -1,10 +1,10 @@
 """Makes documents of conversations (`data=chat`). The model learns the assistant's answers, and where each answer ends.
 
-A conversation is a list of messages, `{"role": ..., "content": ...}`. The tokenizer's chat template renders a
-conversation to one text. Only the assistant's tokens, including the token that ends each answer, count in the loss
-(chat_template.py, chat_tokens.py). Mistakes that templates do not report are found before rendering, such as a message
-without a role, a conversation without an answer to learn, or a control token in a text. A record with such a mistake
-cannot be used.
+A conversation is a list of messages, `{"role": ..., "content": ...}`. A chat template renders a conversation to one
+text, or to several texts if it renders an answer differently once later messages follow. Only the assistant's tokens,
+including the token that ends each answer, count in the loss (chat_template.py, chat_tokens.py). Mistakes that templates
+do not report are found before rendering, such as a message without a role, a conversation without an answer to learn,
+or a control token in a text. A record with such a mistake cannot be used.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ class Chat(Encoder):
         # special tokens for a tokenizer that is trained on the conversations, and so has no template of its own
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.counts: Counter[str] = Counter()
-        self.tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer that the template was opened for
+        self.tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer that `dress` was called with
         self.opened: tuple[PreTrainedTokenizerBase, ChatTokens] | None = None
 
     def key(self) -> list:
@@ -151,7 +151,7 @@ def messages_of(fields: dict, name: str) -> Messages:
     """Returns the messages of a record, as copies whose content is text.
 
     Raises:
-        BadRecord: the messages have a mistake that templates do not detect.
+        BadRecord: the field is missing, or the messages have a mistake that templates do not detect.
     """
     if name not in fields:
         raise no_field(fields, name)
@@ -167,7 +167,7 @@ def messages_of(fields: dict, name: str) -> Messages:
 
 
 def _message(number: int, value: object) -> dict[str, Any]:
-    """Returns a copy of a message without null fields."""
+    """Returns a copy of a message without null fields, with its content as text."""
     where = f"message {number}"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} must be an object with role and content, but is {kind(value)}")

@@ -117,8 +117,9 @@ class Replaced:
         return other
 
     def _other(self, message: int | None, title: str, value: Any) -> Any:
-        """Returns another value of the same type. In objects, the names of fields are replaced, too. Booleans, null and
-        blank text are unchanged."""
+        """Records the parts of a value, and returns the value with the selected parts (`only`, `of`) replaced by other
+        values of the same type. In objects, the names of fields are replaced, too. Booleans, null and blank text are
+        unchanged."""
         if isinstance(value, dict):
             return {self._other(message, title, key): self._other(message, title, of) for key, of in value.items()}
         if isinstance(value, list):

@@ -141,7 +141,8 @@ class ChatTemplate:
             answers: the indices of the answers that are learned; None: all.
 
         Raises:
-            BadRecord: the template refuses the conversation, or drops a part of it.
+            BadRecord: the template refuses the conversation, drops a part of it, ignores a role, or gives no text that
+                matches inference.
             Refused: the template is not valid Jinja.
         """
         everyone = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -415,7 +416,8 @@ def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[S
 
 
 def _is_python(arguments: object, text: str) -> bool:
-    """Returns whether a text contains an object in Python's syntax, whose quotation marks differ from JSON's."""
+    """Returns whether the arguments of a call are an object, and a text contains this object as Python prints it, with
+    other quotation marks than JSON."""
     return isinstance(arguments, dict) and bool(arguments) and str(arguments) in text
 
 

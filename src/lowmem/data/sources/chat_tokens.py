@@ -3,7 +3,8 @@ control token.
 
 A tokenizer may merge the end of a header and the beginning of an answer into one token. Such a token belongs only in
 part to the answer. If the answer begins with text of the template, such as an empty thought, the header is encoded
-separately, as at inference. Otherwise the record cannot be used.
+separately, as at inference. If the answer begins with text of its message, or encoding the header separately would
+change the decoded text, the record cannot be used.
 """
 
 from functools import cached_property
@@ -85,9 +86,9 @@ class ChatTokens:
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Returns the control tokens that may end an answer: all special tokens, and the control token that ends an
-        answer without tool calls, even if this token is not special. (Other control tokens, such as </tool_call>, do
-        not end an answer.)"""
+        """Returns the ids of the control tokens that may end an answer: all special tokens, and the control token that
+        ends an answer without tool calls, even if this token is not special. (Other control tokens, such as
+        </tool_call>, do not end an answer.)"""
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             ids = self._encode([self.template.rendering(plain)[0].rstrip()])[0].ids
@@ -117,8 +118,9 @@ class ChatTokens:
 
 
 def _exact(backend: Tokenizer) -> Tokenizer:
-    """Returns a copy of the tokenizer with exact offsets. GPT-2's offsets exclude the space before a word, and would
-    hide a header's space."""
+    """Returns a copy of the tokenizer without a post-processor, so that the offsets of a token include all of its
+    characters. GPT-2's post-processor excludes the space before a word, so a token that begins with the last space of a
+    header would not be detected."""
     copy = Tokenizer.from_str(backend.to_str())
     copy.post_processor = None
     copy.no_padding()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# texts to call the tokenizer with: the tokens before and after the ids of such a text frame documents
+# test texts: the ids that the tokenizer's own call adds before and after such a text are the ids that frame documents
 MARKERS = ("a", "A", "1", ".")
 MOST_MARKERS = 1000  # number of vocabulary entries that are tried after MARKERS
 # Texts that are put before a completion to encode it. After some of these texts, the tokenizer does not insert a space.
@@ -139,7 +139,7 @@ def _continuation(
     if len(whole) > len(before) and np.array_equal(whole[: len(before)], before):
         return whole[len(before) :]
     texts = prompt + completion, _decoded(tokenizer, whole)
-    for lead in LEADS:  # encoded together, a token spans the end of the prompt and the beginning of the completion
+    for lead in LEADS:  # the ids of both texts do not begin with the ids of the prompt
         leading, both = ids_of(tokenizer, [lead, lead + completion])
         ids = both[len(leading) :]
         behind = len(ids) > 0 and np.array_equal(both[: len(leading)], leading)

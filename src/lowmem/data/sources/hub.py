@@ -29,7 +29,8 @@ from lowmem.data.stream import Stream
 from lowmem.system.errors import Refused, refuse_gated
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# extensions of files in a folder: the readers of data=csv and data=jsonl read these files, and `datasets` other files
+# extensions of files in a folder: the readers of data=csv and data=jsonl read these files, and `datasets` reads all
+# other files
 TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}
 # Settings in the README of a data set that the readers of data=csv and data=jsonl support, too.
 PLAIN = {"name", "version", "description", "data_dir", "data_files", "sep", "delimiter"}
@@ -150,8 +151,8 @@ class Table(Reader):
                 yield self.record(row, name, number)
 
     def record(self, fields: dict | Record, name: str, number: int) -> Record:
-        """Returns the record of a row. Args: fields: the row; name: name of its split; number: number of the row in the
-        split, from 1."""
+        """Returns the record of a row. Args: fields: the row, or a `Record` of `FileRows`, which is returned unchanged;
+        name: name of its split; number: number of the row in the split, from 1."""
         if isinstance(fields, Record):
             return fields
         return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))

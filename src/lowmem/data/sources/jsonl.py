@@ -1,7 +1,7 @@
 """Reads records from JSON-lines files, one line after the other, so that an error names the file and the line. Used by
 `data=jsonl` and `data=chat`, and for JSON-lines files of `data=preference` and `data=hub`.
 
-A line that is longer than `LONGEST` bytes is refused, and never completely in memory.
+A line that is longer than `LONGEST` bytes cannot be used, and is never completely in memory.
 """
 
 import json
@@ -55,8 +55,8 @@ def fields_of(line: bytes) -> dict | BadRecord:
 
 
 def value_of(line: bytes) -> object:
-    """Returns the JSON value of a line, or a BadRecord. As in Python's `json`, NaN is accepted, and the last of several
-    fields with equal names counts."""
+    """Returns the JSON value of a line, or a BadRecord if the line is too long, not UTF-8 or not valid JSON. As in
+    Python's `json`, NaN is accepted, and the last of several fields with equal names counts."""
     if len(line) > LONGEST:
         return BadRecord(f"the line is longer than {LONGEST:,} bytes")
     try:

@@ -2,9 +2,9 @@
 
 A cut may change tokens: " " and "b", encoded separately, never give the token " b". So a text is cut only between a
 line that ends in a visible character and a line that begins with an ASCII letter, where common pre-tokenizers begin a
-word. Each cut is also tested: the text around it must have identical ids with and without the cut. If the first tests
-all fail, texts are not cut for this tokenizer. This happens with SentencePiece tokenizers, which put a mark before
-every text.
+word. Each cut is also tested: the text around it must have identical ids with and without the cut. If the first PROOFS
+tests all fail, texts are not cut for this tokenizer. This happens with SentencePiece tokenizers, which put a mark
+before every text.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndar
 
 
 def controls(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Returns a mapping from text to id of the tokenizer's control tokens. If a document contains the text of a control
-    token, this text is encoded as the control token itself, for example as end of text."""
+    """Returns a mapping from the text of each special token to its id. If a document contains the text of a special
+    token, the tokenizer encodes this text as the special token itself, for example as end of text."""
     return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 

@@ -6,8 +6,8 @@ or all are lists of messages; the first record with an answer decides which of t
 `chosen` and `rejected` may begin with the messages of the prompt, as in many data sets of the hub.
 
 A record becomes two documents of the token store, the prompt with each answer (`data/pairs.py`), in which the answer is
-learned. For a single rated answer, an empty document takes the place of the other answer. Texts are encoded as prompt
-and completion of `data=jsonl`, messages as in `data=chat`.
+learned. For a single rated answer, an empty document takes the place of the other answer. Texts are encoded like a
+prompt and a completion of `data=jsonl`, and messages are encoded as in `data=chat`.
 """
 
 from __future__ import annotations
@@ -431,8 +431,8 @@ class AnswerEncoder(Encoder):
 
 
 def _listed(value: object) -> object:
-    """Returns a list of messages without null fields, which tables add to messages that lack a field. A single message
-    becomes a list, and a list in JSON text is parsed. Any other value is returned unchanged."""
+    """Returns a list of messages without the null fields that tables add to their messages. A single message becomes a
+    list, and a list in JSON text is parsed. Any other value is returned unchanged."""
     read = read_json(value)
     messages = [read] if isinstance(read, dict) else read
     is_text = isinstance(value, str) and not (isinstance(messages, list) and messages and all(map(_role, messages)))

@@ -1,5 +1,6 @@
 """Helpers of all sources that read files. They read text files in blocks of characters, so that a complete file is
-never in memory, cut a text in two, compute the digests of files, and run an iterator in a second thread (`ahead`)."""
+never in memory. They also cut a text in two, compute the digests of files, and run an iterator in a second thread
+(`ahead`)."""
 
 import codecs
 import hashlib
@@ -57,8 +58,8 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 class NotText(Refused):
-    """Raised if a file is not valid UTF-8. Args: line: the first invalid line; instead: further advice at the end of
-    the message."""
+    """Raised if a file is not valid UTF-8, or contains zero bytes although they are not replaced. Args: line: the first
+    invalid line; instead: further advice at the end of the message."""
 
     def __init__(self, file: Path, line: int, instead: str = "") -> None:
         super().__init__(
@@ -94,7 +95,8 @@ def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
 
 
 def is_text(file: Path) -> bool:
-    """Returns whether `blocks` accepts a file: it is valid UTF-8 without zero bytes. Reads the complete file."""
+    """Returns whether `blocks` accepts a file: it is valid UTF-8 without zero bytes. Reads an accepted file to its
+    end."""
     try:
         for _ in blocks(file):
             pass

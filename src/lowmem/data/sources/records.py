@@ -44,7 +44,7 @@ SMALLEST = 512
 
 class Record(NamedTuple):
     where: str  # such as "notes.jsonl, line 3"
-    fields: dict | BadRecord  # BadRecord: the line is not a record
+    fields: dict | BadRecord  # BadRecord: the line or row is not a record
     identity: bytes = b""  # equal for equal records, also across files
 
 
@@ -423,7 +423,7 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
     """Returns the text of a field.
 
     Raises:
-        BadRecord: the field is missing, or its value cannot be tokenized.
+        BadRecord: the field is missing, or its value is not valid text (see `checked`).
     """
     if name not in fields:
         raise no_field(fields, name)

@@ -23,7 +23,7 @@ SplitName = Literal["train", "val"]
 # value of data.bos for runs that an earlier version of lowmem started: texts have no begin-of-text token, and
 # completions are encoded separately
 OLDER = "older"
-# part of cache keys: earlier versions had other values, with which records with control tokens were read
+# a constant in cache keys: in earlier versions it had other values if records with control tokens were accepted
 REFUSE = "refuse"
 
 
@@ -93,7 +93,9 @@ class Source:
     packing = "joined"  # how documents become rows: joined, documents or padded
     too_long = "cut"  # how documents longer than a row are handled: cut, drop or refuse
     chat: ChatFormat | None = None  # the format of conversations
-    bos: bool | str = "auto"  # True: each text begins with the begin-of-text token; auto: as `tokenizer(text)` does
+    # True or False: texts begin with or without the begin-of-text token; auto: as in `tokenizer(text)`; older: see
+    # OLDER
+    bos: bool | str = "auto"
     streams = False  # True: a stream, whose number of rows is unknown
 
     def key(self) -> list:

@@ -100,7 +100,7 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
     """Yields the values of these columns in each row, and of the optional columns that the file has.
 
     Raises:
-        Refused: the file cannot be read, is not parquet, is damaged, or lacks a column.
+        Refused: the file cannot be read, is not parquet, is damaged, or does not have each of `columns` exactly once.
     """
     import pyarrow
     from pyarrow import parquet

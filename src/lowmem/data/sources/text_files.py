@@ -194,7 +194,7 @@ def find_files(
     Raises:
         Refused: a path, `pattern` or `val_fraction` is invalid, no file was found, or no file is left for training.
     """
-    # several named sets; training/build.py passes each set of data.val_path separately
+    # named sets of a part of a mixture; for other data, training/build.py passes the paths without names
     if isinstance(val_path, Mapping):
         raise Refused(
             f"data.parts.<name>.val_path={dict(val_path)}: each part of a mixture has one validation set. Type "

@@ -1,10 +1,11 @@
 """Sets the number of micro-batches per optimizer step, that is, gradient accumulation (`accumulation=`).
 
-A window is the micro-batches of one optimizer step. The loader yields complete windows, each with its token count, so
-that the loss of every micro-batch is divided by the tokens of the *window* before its backward pass. So the update
-equals the update from one large batch, even if sequences differ in length or an epoch ends in a short window.
-Accumulation saves activation memory, because only the activations of one micro-batch exist at a time. Its only cost is
-smaller matmuls.
+A window is the micro-batches of one optimizer step. The loader yields complete windows, each with its number of labels
+(for preference losses, of pairs or answers). Before its backward pass, the loss of every micro-batch is divided by this
+number of the *window*. So the update equals the update from one large batch, even if sequences differ in length or an
+epoch ends in a short window. Accumulation saves activation memory: unless blocks or stages process several
+micro-batches in turn (`Run.overlaps`), only the activations of one micro-batch exist at a time. The costs are smaller
+matmuls, and gradients that are kept between micro-batches.
 
 Lightning's own accumulation weights a short last window too little (Lightning #19987), gives every micro-batch the same
 weight whatever its number of tokens (#20350), and schedules by epoch only (#21583).

@@ -5,10 +5,10 @@ another part. How much remains is known in three ways:
 
 - conf/gpu.yaml lists cards by name, with the memory that torch reports and the size of the context.
 - For a bare size such as 12GiB, the share SPARE is kept free, and the size of the context is assumed.
-- For a card in this machine, CUDA reports the free memory. The free memory already excludes the context, so the context
-  is not counted again.
+- For a card in this machine, CUDA reports the free memory. The free memory already excludes the context, so only
+  kernels that are loaded later (LATER) are counted.
 
-This module imports nothing heavy.
+This module imports nothing heavy at its top.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,8 @@ class Card:
     Args:
         size: bytes that a run may use, including `context_bytes`.
         says: describes `size` in messages.
-        context_bytes: bytes that torch cannot reserve.
+        context_bytes: bytes of `size` that torch's allocator cannot reserve, because CUDA uses them for its context and
+            kernels.
         rates: arguments of `lowmem.plan.cost.machine.Machine`, with `tensorfloat32` among the flops; None: the rates
             measured on the card of this machine, or the rates of REFERENCE.
         capability: CUDA compute capability, such as 8.6; None: unknown.

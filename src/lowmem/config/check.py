@@ -1,5 +1,5 @@
-"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Errors of independent
-keys are reported together, one line each.
+"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Wrong types and ranges
+and unknown keys are reported together, one line each, and so are refused combinations.
 
     settled         first, in train.py and plan.py: values. torch is not imported yet
     check_places    next, in train.py only: files and folders. torch is not imported yet
@@ -41,8 +41,9 @@ def settled(cfg: Config) -> Run:
     """Returns the checked run of a composed config. A `Run` is returned unchanged.
 
     Raises:
-        Refused: some values have a wrong type or range, or keys are unknown or without a value (all of these errors are
-            reported together); or values contradict each other.
+        Refused: an interpolation is invalid; keys have no value (all of these keys are reported together); values have
+            a wrong type or range, or keys are unknown (all of these errors are reported together); or values contradict
+            each other.
     """
     if isinstance(cfg, Run):
         return cfg
@@ -150,8 +151,8 @@ def check_places(run: Run) -> None:
     checks again.
 
     Raises:
-        Refused: a named run, file, folder or encoding does not exist, no file can be written to weights.drive, or keys
-            of data= or weights= contradict each other.
+        Refused: a named run, file, folder or encoding does not exist, weights.drive is in host memory or not writable,
+            or keys of data= or weights= contradict each other.
     """
     for key in OF_A_RUN:
         if (
@@ -180,7 +181,8 @@ def check_places(run: Run) -> None:
 
 
 def _check_drive(folder: str) -> None:
-    """Checks that files can be created in the folder for masters and optimizer state. `plan/` checks the free space."""
+    """Checks that the folder for masters and optimizer state is not in host memory, and that files can be created in
+    it. `plan/` checks the free space."""
     if is_memory(Path(folder).expanduser()):
         raise Refused(
             f"weights.drive={folder}: the files of this folder are in host memory (tmpfs), so the drive would save no "

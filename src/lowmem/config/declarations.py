@@ -5,8 +5,9 @@ Each conf/<group>/<name>.yaml is a technique, and lists its properties under `de
 and strategies are lowmem's own classes. Properties that follow from the code of such a class are class attributes, and
 are read through `Run`, as in `run.loss_class.head_in_tiles`.
 
-Each kind of technique has a base class. The docstrings of a base class say who calls which method, with which shapes
-and dtypes. Optional methods have a default in the base class, so that no caller needs `hasattr`:
+Each kind of technique, data and quantized layer has a base class. The docstrings of a base class say who calls which
+method, with which shapes and dtypes. Optional methods have a default in the base class, so that no caller needs
+`hasattr`:
 
     an optimizer       torch's `Optimizer`; `OnePass` or `InPieces` of `step/one_weight.py` if the optimizer updates
                        16-bit weights itself

@@ -1,5 +1,5 @@
-"""Describes the drive of a run or a plan, which stores masters and optimizer state if host memory is too small: the
-folder on the drive, and the free bytes.
+"""Describes the drive of a run or a plan by a folder on the drive and the number of free bytes. The drive stores
+masters and optimizer state if host memory is too small.
 
 plan.py's `drive=` is either a folder of this machine, whose free space counts, or the size of a planned drive. Drives
 are sold by decimal sizes, so a size may also end in GB (10**9 bytes) or TB. This module does not import torch.
@@ -43,8 +43,8 @@ def space(folder_or_size: str | None, folder: str | None = None) -> DriveSpace |
 
 
 def size_of(folder_or_size: str) -> int | None:
-    """Returns the bytes of a size such as '200GB' or '180GiB', or None for a folder. Raises Refused for a size with an
-    unknown unit."""
+    """Returns the bytes of a size such as '200GB' or '180GiB', or None for a folder. Raises Refused for a number that
+    is not positive, has no unit, or has an unknown unit."""
     decimal = re.fullmatch(r"(\d+(?:\.\d+)?) ?([GT]B)", folder_or_size)
     if decimal and float(decimal[1]):
         return int(float(decimal[1]) * DECIMAL[decimal[2]])

@@ -486,6 +486,7 @@ def _at(values: Mapping, path: tuple[str, ...]) -> object:
 
 
 def _shown(value: object) -> str:
-    """Returns a value as a user would type it."""
+    """Returns a value for a message: null, true and false as in a yaml, other values as Python prints them, without
+    single quotes."""
     spelled = {None: "null", True: "true", False: "false"}
     return spelled[value] if value is None or isinstance(value, bool) else str(value).replace("'", "")

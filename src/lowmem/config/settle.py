@@ -65,8 +65,8 @@ class Run(schema.Keys):
         return self.knowing(batch_size=1) if self.batch_size == "auto" else self
 
     def resolved(self) -> "Run":
-        """Returns a run whose interpolations are replaced by their values. In this run, `knowing` changes only the
-        given keys, and no keys that were interpolated from them."""
+        """Returns a run whose interpolations are replaced by their values. In the returned run, `knowing` changes only
+        the given keys; values that were interpolated from these keys stay the same."""
         return Run.read(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:

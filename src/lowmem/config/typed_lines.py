@@ -181,8 +181,9 @@ def _is_number(value: str) -> bool:
 
 
 def unquoted(line: str) -> str:
-    """Removes the quotes that `quoted` has added. Expanded values, such as ~ and choice(), stay expanded. Args: line:
-    quoted for Hydra."""
+    """Removes the quotes that `quoted` has added to a choice or to a single value. Quotes in a mapping and around
+    several values of a sweep stay. Expanded values, such as ~ and choice(), stay expanded. Args: line: quoted for
+    Hydra."""
     name, equals, value = line.partition("=")
     if is_group(_group(line)):
         return name + equals + value.replace("'", "")
@@ -232,7 +233,7 @@ def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = Fal
 def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
     """Removes, in place, the keys that an experiment sets for its own choice of a group, such as `accumulation.size`
     for effective_batch, if a different choice was typed or set by a later experiment of experiment=[a,b]. Without this
-    function, Hydra would apply these keys to the different choice."""
+    function, Hydra would apply these keys to the choice that wins."""
     typed = as_mapping(map(unquoted, lines))
     names = map(str.strip, typed.get("experiment", "").strip("[]").split(","))
     files = {name: file for name in names if (file := CONF / "experiment" / f"{name}.yaml").is_file()}

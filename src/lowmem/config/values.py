@@ -9,7 +9,7 @@ ON_ERROR = ("refuse", "replace", "skip")
 
 
 def shown(name: object) -> str:
-    """Returns a file's name for a message, without newlines and control characters."""
+    """Returns a name for a message, in which newlines and all other unprintable characters are replaced by U+FFFD."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(name))
 
 

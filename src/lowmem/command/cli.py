@@ -265,7 +265,8 @@ def run(cfg: DictConfig) -> float:
         The validation loss; nan after a failure, and for work without a summary.
 
     Raises:
-        Ended: a signal has interrupted the run, which wrote a checkpoint; or has ended the run immediately.
+        Ended: a signal has interrupted the run (or the current job of a sweep), which wrote a checkpoint; or has ended
+            the run immediately.
     """
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:
@@ -308,7 +309,7 @@ def _generate(run: Run) -> None:
 
 def _ranks(output_dir: Path, size: int) -> dict:
     """Runs the ranks and returns the summary that rank 0 has written. If a signal interrupted the ranks, returns only
-    the signal."""
+    the keys `interrupted` and `signal`."""
     overrides = HydraConfig.get().overrides
     of_hydra = [line for line in overrides.hydra if key(line) not in ("hydra.run.dir", "hydra.mode")]
     interrupted = launch.run(output_dir, [*overrides.task, *of_hydra], size)
@@ -347,7 +348,7 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
     """
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
-    # with interpolations, which are resolved when the config is composed
+    # interpolations are kept, because composing a config from these overrides resolves them
     overrides = OmegaConf.to_container(hydra.overrides.task)
     debug, places = False, [str(output_dir)]
     try:

@@ -2,8 +2,8 @@
 fails before it has written files of its own.
 
 Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes, locks
-the folder. A new folder belongs to the process that created it. Every folder stays locked until the command exits, so
-that a run cannot be resumed while it is running.
+the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. Every folder stays locked
+until the command exits, so that a run cannot be resumed while it is running.
 
 With several ranks, only one process locks the folder: the launcher, or rank 0 if torchrun has started the ranks. The
 other ranks get the name of the folder from this process.
@@ -96,8 +96,8 @@ def _or_exit() -> Iterator[None]:
 
 
 class Claim(Callback):
-    """The Hydra callback that claims the folder of a run or a sweep, before Hydra writes to it. After an error it
-    exits, since Hydra would turn an exception into a warning.
+    """The Hydra callback that claims the folder of a run or a sweep, before Hydra writes to it. After an error the
+    callback exits the process, since Hydra would turn an exception into a warning.
 
     Args:
         host: name of the machine on which the locking process runs; written to .hydra/hydra.yaml.

@@ -57,7 +57,8 @@ def _continued(
 ) -> list[str]:
     """Returns the continuation of each prompt. Sampling starts from the same seed for every prompt, so a continuation
     does not depend on the other prompts. With streamed weights, each copy of a block to the device is used for
-    `batch_size` prompts. Args: each: token ids of the prompts, (1, T) each."""
+    `batch_size` prompts, unless weights.order=by_micro_batch is typed. Args: each: token ids of the prompts, (1, T)
+    each."""
     device = torch.device(run.runs_on)
     # order=auto depends on gradient checkpointing, which does not matter without a backward pass
     chosen = run.order is not None and run.weights.arguments["order"] != "auto"
@@ -91,8 +92,9 @@ def _folder(place: Path) -> Path:
 
 
 def _loaded(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns the model in the dtype of its file, and its tokenizer. An adapter is loaded together with its base model,
-    which is quantized to 4 bits if the adapter was trained on 4-bit weights."""
+    """Returns the model and its tokenizer. The model has the dtype that the adapter's folder names for its base model,
+    or else the dtype of its configuration, or else fp32. An adapter is loaded together with its base model, which is
+    quantized to 4 bits if the adapter was trained on 4-bit weights."""
     adapter = run.adapter.arguments.get("path")
     described = loading.Described(run.model, loading.architecture(run.model))
     dtype = base_dtype(adapter) or described.config.dtype or torch.float32

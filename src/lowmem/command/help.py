@@ -1,8 +1,8 @@
 """Prints `--help`: each group and key with its comment in conf/ and its value in this command line.
 
-The text is built from the comments of the yaml files, so that a key is documented in one place. It fills
-`hydra.help.template` of conf/config.yaml. This module imports nothing heavy, so that `--help` answers in well under a
-second.
+The text is built from the comments of the yaml files, so that a key is documented in one place. The text becomes the
+value of `hydra.help.template` in conf/config.yaml. This module imports nothing heavy, so that `--help` answers in well
+under a second.
 """
 
 import re
@@ -43,7 +43,8 @@ def text(cfg: DictConfig, conf: Path) -> str:
 
 
 def comments(file: Path) -> dict[str, str | None]:
-    """Returns a mapping from the dotted path of every key to the comment on its line, in the order of the file."""
+    """Returns a mapping from the dotted path of every key to the comment on its line (None: no comment), in the order
+    of the file."""
     by_key: dict[str, str | None] = {}
     above: list[tuple[int, str]] = []  # (indent, key) of the sections that enclose a line
     for match in filter(None, map(LINE.fullmatch, file.read_text(encoding="utf-8").splitlines())):

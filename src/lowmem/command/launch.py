@@ -8,7 +8,7 @@ rank.
 
     launcher           the main thread starts the ranks, checks every LOOK seconds whether they have ended, and
                        forwards signals; a second thread copies the stderr of rank 0 to the launcher's stderr
-    rank 0             writes to the launcher's stdout, to a pipe as stderr, and to train.log
+    rank 0             has the launcher's stdout and a pipe as stderr, and writes its log to train.log
     rank N = 1, 2 ...  writes to rank-N/output.log
     every rank         has two more pipes: stdin, which closes when the launcher exits, and a pipe for the rank's
                        report (`rank_environment.report`), one line of JSON
@@ -234,7 +234,8 @@ def _pass_on(stream: IO[bytes], tail: bytearray) -> None:
 
 
 def free_port() -> int:
-    """Returns a free port of this machine. If another process opens the port first, the ranks report an error."""
+    """Returns a free port of this machine. If another process opens the port before the ranks do, the ranks report an
+    error."""
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         return probe.getsockname()[1]

@@ -115,8 +115,8 @@ def _write(file: Path, text: str, mode: str = "w") -> None:
 
 
 def reason(code: int, stderr: str) -> str:
-    """Returns why a job or a rank failed: the signal that ended it, or the last line of its stderr. Args: code: exit
-    code; negative, or above 128, for a signal."""
+    """Returns why a job or a rank failed: the signal that ended it, that it exited with code 0 but wrote no summary, or
+    the last line of its stderr. Args: code: exit code; negative, or above 128, for a signal."""
     if code > 128:
         return f"ended by {signal.Signals(code - 128).name}"
     if code == 0:

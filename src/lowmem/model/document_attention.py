@@ -4,10 +4,11 @@ this module registers; `packed_attention.py` selects them for a model.
 In a packed row, a token attends only to its own document, up to and including itself. The start offsets of all
 documents, a tensor of shape (documents + 1,), contain this information and replace the mask (B, 1, T, T). With 1 x 32k
 tokens this saves 2 GiB in 16 bits, and the cost of attention is quadratic in the lengths of the documents instead of
-the length of the row. The result for a document equals its result in a separate row.
+the length of the row. The result for a document equals its result in a separate row, up to rounding.
 
     16 bits on a card of compute capability 8.0 or higher    one call of `torch.nn.attention.varlen`
-    fp32, dropout, head sizes above 256, older cards, CPUs   one call of torch's SDPA per document
+    other cases: fp32, dropout, older cards, CPUs, and       one call of torch's SDPA per document
+    head sizes that the kernel does not support
     layers with a sliding window shorter than the row        torch's SDPA with the mask
 
 A mask is converted from bool to floating point once for all layers. With a bool mask, torch's SDPA would convert the
@@ -55,8 +56,8 @@ def first_tokens_or_mask(  # noqa: PLR0913
     **kwargs,
 ) -> Tensor | None:
     """Returns the `attention_mask` of `attend`: the start offsets of documents, a floating-point mask, or None if no
-    mask is needed, because each row is a single document. transformers calls this function with the arguments of
-    `sdpa_mask`."""
+    mask is needed, for example because each row is a single document. transformers calls this function with the
+    arguments of `sdpa_mask`."""
     packed = not allow_is_causal_skip and q_length == kv_length and kwargs.get("attention_mask") is None
     if packed and not use_vmap and (local_size is None or local_size >= kv_length):
         first = first_tokens(mask_function, batch_size, q_length, torch.device(device))

@@ -108,8 +108,8 @@ class TextGenerator:
     Args:
         model, tokenizer: objects of transformers.
         device: the device that computes; None: the device of the weights.
-        synced: True if other processes have shards of the model. Then no process stops before the last one has
-            finished its text.
+        synced: True if other processes have shards of the model. Then every process computes forward passes until the
+            last process has finished its text.
         stopped: called after each token; returns True to end the text.
     """
 
@@ -157,5 +157,6 @@ class TextGenerator:
 
 
 def printable(text: str) -> str:
-    """Returns a text with control characters replaced by U+FFFD, since an untrained model may generate any byte."""
+    """Returns a text with tabs expanded, and other unprintable characters except line feeds replaced by U+FFFD, since
+    an untrained model may generate any byte."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 
 class HeadSource:
-    """Base class of sources of tiles. The methods here are for a device that reads all tiles. A source of a matrix that
-    is sharded over devices overrides `joined` and `summed`."""
+    """Base class of sources of tiles. The methods of this class are for a device that reads all tiles. A source of a
+    matrix that is sharded over devices overrides `joined` and `summed`."""
 
     def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combines statistics of the logits over all devices.

@@ -59,7 +59,7 @@ def check_documents(model: PreTrainedModel, longest: int) -> None:
     number of tokens in a row.
 
     Raises:
-        Refused: a document depends on other documents of its micro-batch.
+        Refused: a document depends on other documents of its micro-batch, or on earlier micro-batches.
     """
     if (length := depends_from(model, longest, together=True)) is None:
         return

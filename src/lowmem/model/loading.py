@@ -1,9 +1,10 @@
 """Loads a Hugging Face causal language model: with published weights, or with random weights for an architecture.
 
 Published weights are read from memory-mapped safetensors files. Tensors that already have the dtype that the precision
-needs stay mapped pages of their file, and other tensors are converted one at a time, so host memory never has two
-copies of the model. Random weights are drawn in fp32, tensor by tensor, and rounded to the dtype that the precision
-needs. So a seed gives equal initial weights with every precision, up to rounding.
+needs stay mapped pages of their file, unless transformers joins several tensors into one. Other tensors are converted
+one at a time, so host memory never has two copies of the model. Random weights are drawn in fp32, tensor by tensor, and
+rounded to the dtype that the precision needs. So a seed gives equal initial weights with every precision, up to
+rounding.
 """
 
 import inspect
@@ -69,7 +70,8 @@ class Described(NamedTuple):
 
 def describe(run: Run, plans: bool = False) -> Described:
     """Reads configuration and tokenizer of a run's model, but no weights. Args: run: the settings; plans: the weights
-    will not be loaded. Then a hub id's configuration is read only if the yaml lacks model_type."""
+    will not be loaded. Then a hub id's configuration is read only if the yaml lacks model_type, and the tokenizer only
+    if the run needs additional tokens."""
     spec, wanted = run.model, vocabulary.wanted(run)
     says_all = "model_type" in (spec.architecture or {})
     elsewhere = plans and says_all and not _is_folder(spec.name)
@@ -211,7 +213,8 @@ def _refuse_impossible(config: PretrainedConfig, typed: Mapping[str, object]) ->
 
 
 def vocab_size(config: PretrainedConfig) -> int:
-    """Returns the number of rows of the embedding. Models that also read images keep it in a nested configuration."""
+    """Returns the number of rows of the embedding. Models that also read images have this number in a nested
+    configuration."""
     return config.get_text_config(decoder=True).vocab_size
 
 
@@ -299,7 +302,7 @@ def _place(name: str, key: str = "model.name") -> str:
     """Returns a hub id unchanged, or a folder with `~` expanded.
 
     Raises:
-        Refused: the path is not a folder, or cannot be read.
+        Refused: the name is a file, a folder that cannot be read, or a path that does not exist and cannot be a hub id.
     """
     folder = Path(os.path.expanduser(name))
     try:
@@ -335,8 +338,8 @@ def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: boo
 
 def stored_in(described: Described, plans: bool) -> torch.dtype | None:
     """Returns the 16-bit dtype of a model's published weights. Returns None if the weights have several dtypes or more
-    than 16 bits, or are not loaded unchanged. Weights that are loaded in the returned dtype are mapped pages of their
-    files, which the operating system can evict if memory is short.
+    than 16 bits, are not loaded unchanged, or cannot be inspected. Weights that are loaded in the returned dtype are
+    mapped pages of their files, which the operating system can evict if memory is short.
 
     The dtype is read from the headers of the files, on this machine or on the hub. Until the files have been
     downloaded, a plan (`plans`) uses the dtype of the configuration instead, which may also be fp32.
@@ -382,8 +385,8 @@ def _dtypes_here(name: str) -> set[torch.dtype | None]:
 
 
 def _dtypes_on_hub(name: str) -> set[torch.dtype | None]:
-    """Returns the dtypes of the weights of a hub id, like `_dtypes_here`. Downloads only the headers of the files, some
-    kilobytes each."""
+    """Returns the dtypes of the weights of a hub id, like `_dtypes_here`, or an empty set after an error. Downloads
+    only the headers of the files, some kilobytes each."""
     try:
         return {_DTYPES.get(kind) for kind in get_safetensors_metadata(name).parameter_count}
     except Exception:  # an error, for example of the network, is reported when the weights are loaded
@@ -437,9 +440,9 @@ def load(
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Checks that no position sees later tokens. The check is skipped if all attention modules declare
-    `is_causal=True`. Otherwise two forward passes over three tokens compare the logits of position 0, with a relative
-    tolerance of 1e-4.
+    """Checks that no position sees later tokens. The check is skipped if modules of the model declare `is_causal`, and
+    all of these modules declare True. Otherwise two forward passes over three tokens compare the logits of position 0,
+    with a relative tolerance of 1e-4.
 
     Raises:
         Refused: the model is not causal. Its loss would fall to 0, because each position sees the token that it should
@@ -534,7 +537,7 @@ def drawn_in_fp32() -> Iterator[None]:
 
 
 def _of_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
-    """Returns advice for an error message about weights that the files lack."""
+    """Returns advice for an error message about weights that the files lack, or have in another shape."""
     head, named = model.get_output_embeddings(), dict(model.named_parameters())
     if head is not None and all(named.get(name) is head.weight for name in missing):
         return "If the output layer shares the embedding's weight, type model.architecture={tie_word_embeddings:true}."

@@ -45,7 +45,7 @@ def same(
     """Returns True if two results agree up to rounding. Values that are inf or nan must be equal in both results.
 
     The tolerance is `ROUNDINGS` times the rounding error of the largest value in the coarsest dtype, but at least
-    `least`. The default of `least` applies to fp32; for 16-bit dtypes the first number is larger.
+    `least`. With the default, `least` is the larger of the two for fp32 only.
 
     Args:
         one, other: the results.
@@ -62,7 +62,7 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
     advice for the error message.
 
     Raises:
-        Refused: a weight is larger than the dtype's largest number.
+        Refused: the absolute value of a weight exceeds the dtype's largest number.
     """
     packed = ((name, layer.largest) for name, layer in model.named_modules() if isinstance(layer, Packed))
     for name, largest in chain(((name, _largest(p.data)) for name, p in model.named_parameters()), packed):

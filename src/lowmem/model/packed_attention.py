@@ -57,7 +57,8 @@ def own_mask(model: PreTrainedModel) -> Iterator[None]:
 
 
 def keeps_apart(model: PreTrainedModel, input_ids: Tensor, longest: int = 0) -> bool:
-    """Returns True if the logits of each document in a row equal its logits in a separate row.
+    """Returns True if the logits of each document in a row equal its logits in a separate row up to rounding, and do
+    not depend on earlier documents.
 
     Args:
         model: the model.
@@ -140,7 +141,8 @@ def verify(model: PreTrainedModel, row: Tensor) -> None:
         row: (B, T), token ids of a micro-batch of the run.
 
     Raises:
-        Refused: documents in a row attend to each other, even with a mask.
+        Refused: documents in a row attend to each other even with a mask, or depend on each other's lengths
+            (`check_documents`); or the logits contain inf or nan.
     """
     input_ids, longest = row[:, :LOOKED_AT], row.shape[1]
     check_documents(model, longest)

@@ -1,5 +1,5 @@
-"""Compares published weight files with the model class that reads them, before any weight is loaded. `loading.py` calls
-this module.
+"""Compares published weight files with the model class that reads them: before the weights are loaded, or afterwards if
+loading has to download the files. `loading.py` calls this module.
 
 transformers silently ignores tensors that its model class does not use, and a config may tie the head although the
 files contain a separate head. The headers of the files, a few kilobytes, contain the names, shapes and dtypes of all

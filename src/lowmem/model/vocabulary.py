@@ -62,8 +62,8 @@ def grown(config: PretrainedConfig, rows: int) -> PretrainedConfig:
 
 @torch.no_grad()
 def grow(model: PreTrainedModel, added: Added) -> None:
-    """Resizes embedding and head to `added.rows` rows, and sets the rows of added tokens to the mean of all other
-    rows."""
+    """Resizes embedding and head to `added.rows` rows, and sets the rows of added tokens to the mean of the rows that
+    existed before, without the rows of added tokens."""
     before = model.get_input_embeddings().num_embeddings
     old = sorted({*range(before)} - {*added.fresh})
     if added.rows > before:

@@ -191,7 +191,7 @@ class Run(schema.Keys):
 
     @property
     def accumulates(self) -> bool:
-        """Returns whether a window may have several micro-batches."""
+        """Returns whether a window may have several micro-batches; True before the search of batch_size=auto."""
         return self.windows is None or self.windows.largest > 1
 
     @property
@@ -203,8 +203,9 @@ class Run(schema.Keys):
     @property
     def early(self) -> bool:
         """Returns whether updates are early: the host updates each weight, or its master, during backward, as soon as
-        the weight's last gradient of the window is in host memory. With clipping or a loss scale updates are not early,
-        because both need all gradients first."""
+        the weight's last gradient of the window is in host memory. Updates are not early with
+        precision.early_step=false. With norm clipping (clip=) or a loss scale updates are not early either, because
+        both need all gradients first."""
         early = self.precision.arguments.get("early_step", True)  # the classes of precisions have the same default
         return self.masters and early and self.clip is None and not self.scales_loss
 

@@ -24,7 +24,7 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 256  # rows of each source that are sampled to estimate its labels per row
+LOOKED_AT = 256  # rows of each source, at most, that are sampled to estimate its labels per row
 MOST = 1 << 30  # maximum rows of an epoch; a permutation of this many row numbers takes 8 GB
 
 

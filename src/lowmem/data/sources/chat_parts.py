@@ -59,7 +59,7 @@ class Replaced:
     def __init__(self, messages: Messages, tools: list | None, only: int | None = None, of: int | None = None) -> None:
         self.parts: list[MessagePart] = []
         self._only, self._of, self._place = only, of, (None, "")
-        called: set[str] = set()  # the names of the functions that the latest answer so far calls
+        called: set[str] = set()  # names of the functions that the last answer before a message calls
         self.messages = []
         for i, message in enumerate(messages):
             self.messages.append(self._message(i, message, called))

@@ -142,7 +142,8 @@ def claims(sizes: dict) -> Iterator[Claim]:
             "of batch 1"
         ),
         at_xl(four),
-        "The update: yes, exactly (tests/training/test_accumulation.py). The memory is that of a micro-batch plus the "
+        "The update: yes, exactly, apart from other dropout masks "
+        "(tests/training/test_accumulation.py). The memory is that of a micro-batch plus the "
         "gradients, which are kept between micro-batches. So it saves little where activations are small, and "
         f"{less_at_xl(four)} for GPT-2 XL. The speed depends on how well one sequence fills the machine.",
     )
@@ -196,7 +197,7 @@ def claims(sizes: dict) -> Iterator[Claim]:
             f"{model.saved_by('8-bit Adam', activations=False)}"
         ),
         f"{less / 1e9:.1f} GB less",
-        "Yes. Without CUDA, bitsandbytes' 8-bit steps are slow.",
+        "Yes. On a CPU the step of bitsandbytes is slow; lowmem replaces it by one pass in C++ if a compiler is found.",
     )
     yield Claim(
         "Micro-batch 1, accumulation 4, checkpointing, 16 bits and 8-bit Adam together need up to 3x less memory at "

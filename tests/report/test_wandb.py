@@ -181,7 +181,7 @@ def test_offline_wandb_run_contains_config_curves_and_memory_picture(command, tm
     assert any(m.glob_name == "*" and m.step_metric == "trainer/global_step" for m in metrics)
 
 
-def test_run_without_a_wandb_account_prints_only_its_sync_command(no_account, command, monkeypatch, tmp_path):
+def test_run_without_an_account_prints_only_the_sync_command_of_wandb(no_account, command, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_SILENT")
     code, said = command("logger=wandb", "max_steps=1")
     assert code == 0 and "wandb:" not in said  # the prefix of lines from W&B

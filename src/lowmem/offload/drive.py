@@ -522,7 +522,9 @@ def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
     ascending = sorted(block, key=Tensor.numel)
     up_to = accumulate(p.numel() for p in ascending)  # elements of a weight and of all smaller weights
     total = sum(p.numel() for p in block)
-    small = {p for p, elements in zip(ascending, up_to, strict=True) if elements <= SMALL * total}
+    small = {
+        p for p, elements in zip(ascending, up_to, strict=True) if elements <= SMALL * total or 4 * p.numel() < PAGE
+    }
     large = [p for p in block if p not in small]
     room = max(ascending[-1].numel(), total // PARTS)
     divided: list[list[Tensor]] = [[]]

@@ -215,8 +215,8 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
 
 
 def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
-    """Refuses to resume a run with a choice that was removed, unless a replacement that can read the run's checkpoints
-    is typed. Such a run can still be evaluated and exported."""
+    """Refuses to resume a run that uses a choice which lowmem no longer has, unless the command also types a
+    replacement that can read the run's checkpoints. Such a run can still be evaluated and exported."""
     resumed = [unquoted(line) for line in arguments if key(line) == "resume"]
     for line in [line for line in earlier if line in spelling.TAKEN_OUT] if resumed else ():
         instead, why, resumes = spelling.TAKEN_OUT[line]

@@ -1,9 +1,11 @@
 """Tracks when storages are created and freed, as a list of events, and reconstructs live bytes by category. The memory
 meter tracks some steps of a run, and the planner tracks a traced run on fake tensors.
 
-A `TorchDispatchMode` sees the outputs of each operator, and a weak reference reports when a storage is freed. The
-category of a storage is often known only later (a gradient is an ordinary tensor until backward stores it in `p.grad`),
-so events are recorded with serial numbers, and categories are assigned at the end:
+A `TorchDispatchMode` sees the outputs of each operator in the thread that starts tracking, in autograd's threads and in
+the threads of micro-batches. The link's host thread is not tracked; the ledger counts its tensors. A weak reference
+reports when a storage is freed. The category of a storage is often known only later (a gradient is an ordinary tensor
+until backward stores it in `p.grad`), so events are recorded with serial numbers, and categories are assigned at the
+end:
 
     operator output    event (phase, serial, +bytes)       `see`
     storage freed      event (phase, serial, -bytes)       weak reference
@@ -51,7 +53,8 @@ _active: list["StorageTracker"] = []
 
 
 class _Thread(threading.local):
-    """Per-thread state, because the host thread may update masters while another thread allocates on the device."""
+    """Per-thread state, so that `host_side` in the host thread does not affect tensors that another thread creates at
+    the same time."""
 
     on_host = False  # True: tensors that the thread creates count as host memory
 

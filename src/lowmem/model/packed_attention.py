@@ -5,11 +5,11 @@ gets an attention mask or a cache, transformers silently ignores the boundaries 
 `document_attention.py` computes equal results without a mask.
 
 Some models do not use position ids for their masks, and recurrent layers (state spaces, linear attention) ignore
-boundaries between documents. There is no list of such models, so each model is tested before its first optimizer step,
-in the run's precision. The logits of a document must not depend on tokens of earlier documents (the gradient is zero),
-and must equal the logits of the document in a separate row. If a model fails without the mask, it is tested again with
-the mask. The test row is short. So sliding windows that are longer than the test row but shorter than a row of the run
-are reduced for a second test (`lengths.py`).
+boundaries between documents. There is no list of such models, so each model is tested in the run's precision: before
+its first optimizer step, or before the evaluation if the run only evaluates. The logits of a document must not depend
+on tokens of earlier documents (the gradient is zero), and must equal the logits of the document in a separate row. If a
+model fails without the mask, it is tested again with the mask. The test row is short. So sliding windows that are
+longer than the test row but shorter than a row of the run are reduced for a second test (`lengths.py`).
 """
 
 import logging

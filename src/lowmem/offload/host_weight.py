@@ -2,15 +2,16 @@
 
     class                   master on the host                          16-bit weight
     HostWeight              fp32, 4 bytes per parameter                 on the device, or in a `HostBlock` if streamed
-    SplitHostWeight         lower 16 bits of fp32 (int16), 2 bytes      bf16 in a `HostBlock`: the upper 16 bits of fp32
+    SplitHostWeight         lower 16 bits of fp32 (int16), 2 bytes      bf16 in a `HostBlock`: the master, rounded
     StochasticHostWeight    no master                                   bf16; updates are rounded up or down at random
 
 The inner optimizer's parameter is `wide` (fp32). In `SplitHostWeight` and `StochasticHostWeight`, `wide` is a
 placeholder with the shape of the weight between updates, and with some optimizers also during an update.
 
 On a card the link's host thread adds gradients and updates weights: it calls `add`, `use`, `use_rows`, `gradient`,
-`narrow`, `step`, `master_tensors` and `used`. The training thread may read `tensors` and `sum` at the same time.
-Otherwise the training thread uses these objects only while the host thread is idle.
+`narrow`, `step`, `master_tensors` and `used`. Meanwhile other threads may read `tensors` and `sum`, and attributes that
+do not change during training, such as `wide`, `weight` and `host_block`, to queue an update. They call or change
+anything else only while the host thread is idle.
 """
 
 from collections.abc import Iterator
@@ -187,8 +188,9 @@ class HostWeight:
 
 
 class SplitHostWeight(HostWeight):
-    """An fp32 master in two halves: the upper 16 bits are the streamed bf16 weight itself, the lower 16 bits are
-    `rest`. The fp32 value is exact. The host stores 4 bytes per parameter instead of 6."""
+    """An fp32 master in two 16-bit parts: the streamed bf16 weight, which is the rounded master, and the lower 16 bits
+    in `rest`. `fp32_halves.joined` restores the exact fp32 value. The host stores 4 bytes per parameter instead of
+    6."""
 
     def _round_weight(self, dtype: torch.dtype) -> None:
         with host_side():

@@ -136,7 +136,7 @@ class WeightsOnDevice:
         return ()
 
     def host_tensors(self) -> Iterator[Tensor]:
-        """Returns the host memory that stores 16-bit weights."""
+        """Returns the host buffers of streamed weights, which have 16 bits or are quantized to 4 bits."""
         return (host_block.flat for host_block in self.host_blocks)
 
     def staging_buffers(self) -> Iterable[Tensor]:

@@ -26,7 +26,9 @@ from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.system.errors import Refused
 
 TEMPERATURE = 0.8
-BEGINNING = 8  # number of tokens in a prompt from a plain text, whose tokens are all learned
+# Length in tokens of a prompt that is taken from plain text. All tokens of plain text have labels, so the text does not
+# mark where a prompt ends.
+BEGINNING = 8
 EXAMPLE = 40  # maximum number of characters of a prompt in a printed command
 DOCUMENTS, LONGEST = 8, 2048  # documents of each split, and tokens of each document, to search for a prompt
 COLUMNS = ("step", "prompt", "greedy", "sampled")

@@ -309,8 +309,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
             if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
-    # The number of sequences of all ranks must not change. Ranks that read different data get equal shares of the
-    # sequences.
+    # The number of sequences per optimizer step over all ranks stays the same as in the typed run. Ranks that read
+    # different data get equal shares of them.
     sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size

@@ -43,7 +43,7 @@ class OneDevice:
     side: Side = "device"  # where parameters and gradients are stored between passes, and where the optimizer runs
     divides = False  # True: a process has only a part of the parameters
     shards_matrices = False  # True: a process has a shard of each matrix; False: each of its matrices is complete
-    adds_in_blocks = False  # True: collectives inside a block reduce activations
+    adds_in_blocks = False  # True: a forward pass sums activations over the ranks inside a block
     overlaps_micro_batches = False  # True: several micro-batches of a window are in progress at the same time
     widens = False  # True: rank 0 may send weights in fewer bits, and each rank converts them to the run's dtype
     in_numbers = True  # True: before `shard`, every rank has the values of the weights; False: only rank 0 has them

@@ -421,12 +421,10 @@ class SwapFiles:
         the files that are read ahead. Args: sizes: size of each file."""
         row = [swap_file for swap_file in sizes if not swap_file.single_weight]
         largest = max((size for swap_file, size in sizes.items() if swap_file.single_weight), default=0)
-        for first in range(len(row)):
-            neighbors: list[SwapFile] = []
-            for swap_file in row[first:]:
-                if len(neighbors) >= 2 + min(each.ahead for each in (*neighbors, swap_file)):
-                    break
-                neighbors.append(swap_file)
+        for first, swap_file in enumerate(row):
+            neighbors = row[first : first + 2 + swap_file.ahead]
+            while len(neighbors) > 2 + min(each.ahead for each in neighbors):  # the next block reads fewer files ahead
+                neighbors.pop()
             largest = max(largest, sum(sizes[each] for each in neighbors))
         return largest
 

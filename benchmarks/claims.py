@@ -11,14 +11,12 @@ tensors, which have a shape and no memory.
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.runner import ROOT, measure, medians, options_of, ratio, run_train, stored, write
+from benchmarks.runner import measure, medians, options_of, ratio, real_model, run_train, stored, write
 
 STEPS = 6
 MODELS = {
@@ -46,7 +44,7 @@ def row(model: str, name: str) -> dict:
     a key of ROWS."""
     short = [f"max_steps={STEPS}", "val_every=1000", "val_sequences=16", "sample_tokens=0", "save_every=1000"]
     typed = {line.split("=")[0] for line in ROWS[name]}
-    weights = [f"model.name={trained_weights()}"] if model == "smollm2" else []
+    weights = [f"model.name={real_model()}"] if model == "smollm2" else []
     shared = [line for line in (*MODELS[model], *weights, *short, "logger=none") if line.split("=")[0] not in typed]
     summary = run_train([*shared, *ROWS[name]])
     keys = ("tokens_per_second", "val_loss", "train_loss", "parameters")
@@ -55,13 +53,6 @@ def row(model: str, name: str) -> dict:
         | summary["peak_bytes_by_category"]
         | {"peak_bytes": summary["peak_bytes"]["device"], "threads": torch.get_num_threads()}
     )
-
-
-def trained_weights() -> Path:
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from real_model import folder
-
-    return folder()
 
 
 # --- GPT-2 XL without memory ------------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ The rows show that this explains the whole difference.
 
 import argparse
 import os
-import sys
 
-from benchmarks.runner import ROOT, measure, options_of, run_train, write
+from benchmarks.runner import measure, options_of, real_model, run_train, write
 from lowmem.system.units import GIB
 
 RUN = [
@@ -28,11 +27,8 @@ RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
 
 def row(*lines: str) -> dict[str, dict[str, int]]:
     """Runs a recipe in this process. Returns {phase: its predicted and measured bytes}."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    import real_model
-
     folder = os.environ["ROW_FOLDER"]
-    model = ["model=hf", f"model.name={real_model.folder()}", f"cache_dir={folder}/cache"]
+    model = ["model=hf", f"model.name={real_model()}", f"cache_dir={folder}/cache"]
     summary = run_train([*model, *RUN, *lines])
     predicted, measured = summary["predicted"]["phases"], summary["peak_bytes_by_phase"]
     return {

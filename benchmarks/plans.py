@@ -18,7 +18,7 @@ from lowmem.system.units import GIB
 MODELS = ("gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b")
 CARDS = (4, 8, 12, 16, 24, 80)  # GiB
 TRAINED = {"all weights": "none", "LoRA": "lora", "QLoRA": "qlora"}  # -> adapter
-ROWS = [*product(TRAINED, MODELS, CARDS)]
+CELLS = {f"{cell[0]}, {cell[1]} on {cell[2]} GiB": cell for cell in product(TRAINED, MODELS, CARDS)}
 RAM = 64
 
 
@@ -59,8 +59,9 @@ def table(results: dict) -> str:
             "| planning time, s |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for _, model, card in (row for row in ROWS if row[0] == trained):
-            for planned in results.get(f"{trained}, {model} on {card} GiB", ()):
+        for name, (part, model, card) in CELLS.items():
+            if part == trained and name in results:
+                (planned,) = results[name]
                 lines.append(f"| {' | '.join([model, f'{card} GiB', *columns(planned)])} |")
     return "\n".join(lines)
 
@@ -79,14 +80,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=TRAINED, help="plan one part; the other parts' results are kept")
     options = options_of(parser, row)
-    cells = {f"{trained}, {model} on {card} GiB": (trained, model, card) for trained, model, card in ROWS}
     rows = {
         name: ["-m", "benchmarks.plans", "--row", TRAINED[trained], model, str(card)]
-        for name, (trained, model, card) in cells.items()
+        for name, (trained, model, card) in CELLS.items()
         if options.only in (None, trained)
     }
     before = stored("plans").get("rounds", {})
-    results = {name: before[name] for name in cells if name in before} | measure(rows, 1)
+    results = {name: before[name] for name in CELLS if name in before} | measure(rows, 1)
     write("plans", {"rounds": results}, table(results))
 
 

@@ -15,7 +15,6 @@ import math
 import os
 import pydoc_data.topics
 import shutil
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from statistics import mean
 
 import transformers
 
-from benchmarks.runner import ROOT, machine, options_of, row, run_train, stored, write
+from benchmarks.runner import machine, options_of, real_model, row, run_train, stored, write
 from lowmem.system.process import processor
 
 STEPS, SEEDS = 30, (0, 1, 2)
@@ -86,11 +85,8 @@ def texts(folder: Path) -> list[str]:
 
 def train(*lines: str) -> dict:
     """Trains a row in this process, and returns its measurements."""
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    import real_model
-
     folder = Path(os.environ["ROW_FOLDER"])
-    model = ["model=hf", f"model.name={real_model.folder()}", f"cache_dir={folder / 'cache'}"]
+    model = ["model=hf", f"model.name={real_model()}", f"cache_dir={folder / 'cache'}"]
     summary = run_train([*model, *BASE, *texts(folder / "texts"), *lines])
     sets = {held["name"]: held["bits_per_byte"] for held in summary["validation"]}
     return {

@@ -95,6 +95,14 @@ def ratio(results: Mapping[str, Sequence[Mapping]], name: str, against: str, key
     return median(a[key] / b[key] for a, b in zip(results[name], results[against], strict=True))
 
 
+def real_model() -> Path:
+    """Returns the folder of a small trained model. tests/support/real_model.py fetches it once."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from real_model import folder
+
+    return folder()
+
+
 def machine() -> dict[str, object]:
     return {"processor": processor(), "cores": os.cpu_count(), "system": platform.system(), "versions": versions()}
 

@@ -238,6 +238,16 @@ def test_invalid_architecture_is_refused(architecture, said):
         loading.architecture(spec("x", pretrained=False, architecture=architecture))
 
 
+def test_architecture_that_fails_without_a_message_is_refused_with_the_name_of_the_error(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", fail)
+    architecture = {**WIDTHS, "model_type": "llama", "max_position_embeddings": 64}
+    with pytest.raises(Refused, match=r"cannot be built with these values\. AssertionError: AssertionError"):
+        built(spec("x", pretrained=False, architecture=architecture), torch.float32)
+
+
 GEMMA3 = "{model_type: gemma3, text_config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, "
 GEMMA3 += "num_key_value_heads: 1, head_dim: 16, intermediate_size: 64, vocab_size: 512}}"
 

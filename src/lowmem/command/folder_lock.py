@@ -1,5 +1,5 @@
 """Locks the folder of a run, plan or sweep before anything is written to it, and restores the folder if the command
-fails before it has written files of its own.
+fails before it has written files besides Hydra's files.
 
 Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes, locks
 the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. Every folder stays locked

@@ -62,7 +62,7 @@ class Technique:
         state_bits: bits per element of the optimizer state.
         on_host: name of the optimizer with the same kind of state that updates masters in host memory.
         pages: a paged optimizer, whose state moves to host memory automatically when the card is full.
-        steps_by: None: the step uses kernels of its own, which cannot be traced. Otherwise the step consists of torch
+        steps_by: None: the step uses custom kernels, which cannot be traced. Otherwise the step consists of torch
             operators, which also run on tensors without memory. "element": the update of each element is independent.
             "matrix": the update depends on the full matrix, so a shard of the matrix would get a different update.
         cpu_factor: time of the update on a CPU, divided by the time in which memory bandwidth alone would allow it.

@@ -42,7 +42,7 @@ from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
 from lowmem.model import published_files, vocabulary
 from lowmem.model.published_files import Compared
-from lowmem.system.errors import Refused, refuse_gated
+from lowmem.system.errors import Refused, first_line, last_line, refuse_gated
 
 log = logging.getLogger(__name__)
 
@@ -183,14 +183,13 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
         config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
         _refuse_unknown(config, changes)
         config.update({key: value for key, value in changes.items() if key != "dtype"})  # config.json has the dtype
-        _refuse_impossible(config, changes)
-        return config
-    if not isinstance(architecture.get("model_type"), str):
-        raise Refused(
-            "model.architecture: model_type is missing. Type, for example, model.architecture.model_type=llama."
-        )
-    _refuse_unknown(_of_type(architecture["model_type"]), changes)
-    config = _of_type(architecture["model_type"], **changes)
+    else:
+        if not isinstance(architecture.get("model_type"), str):
+            raise Refused(
+                "model.architecture: model_type is missing. Type, for example, model.architecture.model_type=llama."
+            )
+        _refuse_unknown(_of_type(architecture["model_type"]), changes)
+        config = _of_type(architecture["model_type"], **changes)
     _refuse_impossible(config, changes)
     return config
 
@@ -234,7 +233,7 @@ def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(model_type, **keys)
     except Exception as error:  # a value has a wrong type, or two values contradict each other
-        raise Refused(f"model.architecture: {model_type} does not accept these values. {_last_line(error)}") from None
+        raise Refused(f"model.architecture: {model_type} does not accept these values. {last_line(error)}") from None
 
 
 def _is_read(config: PretrainedConfig, key: str) -> bool:
@@ -272,7 +271,7 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
     except (OSError, ValueError) as error:
         refuse_gated(error, "model.name", name, name)
         raise Refused(
-            f"model.name={name}: its configuration cannot be read ({_first_line(error)}) Give a local folder or a "
+            f"model.name={name}: its configuration cannot be read ({first_line(error)}) Give a local folder or a "
             "hub id that this machine can reach, or train a model of conf/model from scratch: model.pretrained=false."
         ) from None
 
@@ -294,7 +293,7 @@ def _check_weights_files(name: str) -> None:
             again = f"Export it again: {in_shell('export', folder.parent)}" if is_of_a_run else "Copy the file again"
             raise Refused(
                 f"model.name={name}: {file.name} has {file.stat().st_size:,} bytes, which does not match its header: "
-                f"the file is truncated or damaged ({_first_line(error)}). {again}."
+                f"the file is truncated or damaged ({first_line(error)}). {again}."
             ) from None
 
 
@@ -420,7 +419,7 @@ def load(
             except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                 raise Refused(
                     f"model.architecture: {described.grown.model_type} cannot be built with these values. "
-                    f"{type(error).__name__}: {_last_line(error)}"
+                    f"{type(error).__name__}: {last_line(error)}"
                 ) from error
 
     model = _with_attention(spec.attention, load_with)
@@ -491,12 +490,12 @@ def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]
     try:
         return build_with(attention)
     except (ImportError, ValueError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
     torch.set_rng_state(drawn)  # so that the second attempt draws equal random numbers
     try:
         model = build_with("eager")
     except (ImportError, ValueError) as error:
-        raise Refused(f"The model cannot be built: {_first_line(error)}") from None
+        raise Refused(f"The model cannot be built: {first_line(error)}") from None
     if attention != "sdpa":
         raise Refused(f"model.attention={attention}: {reason} Type model.attention=sdpa.")
     log.info(
@@ -504,14 +503,6 @@ def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]
         "in memory."
     )
     return model
-
-
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1].strip()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 @contextmanager
@@ -557,10 +548,10 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
         )
     except SafetensorError as error:  # usually a file that was not downloaded or copied completely
         raise Refused(
-            f"model.name={name}: a weights file is damaged or incomplete ({_first_line(error)}). Download it again."
+            f"model.name={name}: a weights file is damaged or incomplete ({first_line(error)}). Download it again."
         ) from None
     except (OSError, RuntimeError) as error:
-        raise Refused(f"model.name={name}: its weights cannot be loaded ({_first_line(error)})") from None
+        raise Refused(f"model.name={name}: its weights cannot be loaded ({first_line(error)})") from None
     if mismatched := sorted(info["mismatched_keys"]):
         key, found, expected = mismatched[0]
         raise Refused(
@@ -594,7 +585,7 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
     except (OSError, ValueError) as error:
         refuse_gated(error, key, name, name)
         none = Path(place).is_dir() and not (Path(place) / "tokenizer.json").exists()
-        why = "the folder has no tokenizer.json" if none else _first_line(error)
+        why = "the folder has no tokenizer.json" if none else first_line(error)
         raise Refused(
             f"{key}={name}: this tokenizer cannot be read ({why}). Give a folder that contains a tokenizer, or a hub "
             "id."

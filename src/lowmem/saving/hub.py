@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from lowmem.system.errors import NotPublished
+from lowmem.system.errors import NotPublished, first_line
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def push(folder: Path, name: str, again: str) -> None:
         api.create_repo(name, private=True, exist_ok=True)
         place = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Trained with lowmem")
     except Exception as error:  # failed connections, bad tokens and full quotas have no common class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise NotPublished(
             f"push={name}: {folder.name}/ could not be uploaded ({reason}). The run itself is complete. Check the "
             f"network, log in with `hf auth login`, and type {again} push={name}."

@@ -87,3 +87,13 @@ def of_place(error: OSError, places: Iterable[str]) -> bool:
 
 def _absolute(place: str) -> Path:
     return Path(os.path.abspath(os.path.expanduser(place)))  # unlike Path.expanduser, os.path.expanduser never raises
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the name of its class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def last_line(error: BaseException) -> str:
+    """Returns the last line of an error's message, or the name of its class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()

@@ -50,7 +50,7 @@ class Chat(Encoder):
         self.source = CHATML if template == "chatml" else template and _read(template)
         self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
-        # special tokens for a tokenizer that is trained on the conversations, and so has no template of its own
+        # special tokens for a tokenizer that is trained on the conversations, which comes without a chat template
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.counts: Counter[str] = Counter()
         self.tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer that `dress` was called with

@@ -26,7 +26,7 @@ from lowmem.data.sources.records import Reader, Record, Records, identity, recor
 from lowmem.data.sources.source import SplitName
 from lowmem.data.sources.tables import csv_rows, without_schema
 from lowmem.data.stream import Stream
-from lowmem.system.errors import Refused, refuse_gated
+from lowmem.system.errors import Refused, first_line, refuse_gated
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # extensions of files in a folder: the readers of data=csv and data=jsonl read these files, and `datasets` reads all
@@ -205,7 +205,7 @@ class Table(Reader):
             if isinstance(error, Refused):
                 raise
             refuse_gated(error, "data.path", shown(self.path), f"datasets/{self.path}")
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            reason = first_line(error).rstrip(".")
             instead = (
                 "Type a folder of parquet, csv or jsonl files, and a data.split that exists there."
                 if self.folder

@@ -61,6 +61,7 @@ from lowmem.plan.tracing.traces import Trace
 from lowmem.plan.tracing.traffic import EARLIER
 from lowmem.step.one_weight import Step
 from lowmem.step.optimizer import WindowOptimizer
+from lowmem.system.errors import first_line
 from lowmem.system.torch_private import boundaries_count_as_real, storage_key, tensors_count_as_real
 from lowmem.techniques.optim.build import MakeOptimizer
 from lowmem.techniques.strategy.contract import OneDevice
@@ -91,7 +92,7 @@ def untraceable(error: Exception) -> str:
     if not isinstance(cause, TraceTooLong) and not _raised_by_a_model(cause):
         error.add_note("This is a bug in the planner. Type plan=off to start without a prediction.")
         raise error
-    return f"this model cannot be traced by shape ({type(cause).__name__}: {str(cause).splitlines()[0][:200]})."
+    return f"this model cannot be traced by shape ({type(cause).__name__}: {first_line(cause)[:200]})."
 
 
 def _raised_by_a_model(error: Exception) -> bool:

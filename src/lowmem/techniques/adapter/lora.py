@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem.model.linear_layers import linear_layers
 from lowmem.model.trainable import parameters, trainable
-from lowmem.system.errors import Refused
+from lowmem.system.errors import Refused, first_line, last_line
 from lowmem.techniques.adapter.contract import Adapter
 from lowmem.techniques.adapter.stacks import LORA, adapt, adapted_stacks, stacks_of
 
@@ -322,7 +322,7 @@ def load(model: PreTrainedModel, path: str) -> None:
         result = set_peft_model_state_dict(model, tensors)
         wrong = [*result.unexpected_keys, *sorted({*names} & {*result.missing_keys})]
     except (SafetensorError, RuntimeError) as error:
-        wrong = [str(error).strip().splitlines()[-1].strip()]
+        wrong = [last_line(error)]
     if wrong:
         raise Refused(
             f"adapter.path={path}: the tensors of this adapter do not match the layers of this model ({wrong[0]}). "
@@ -408,7 +408,7 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
             )
     except (ValueError, TypeError, NotImplementedError) as error:
         raise Refused(
-            f"adapter: PEFT cannot adapt this {type(model).__name__} ({str(error).splitlines()[0].rstrip('.')}). "
+            f"adapter: PEFT cannot adapt this {type(model).__name__} ({first_line(error).rstrip('.')}). "
             "Type adapter.target=[<names of other linear layers>], or adapter=none."
         ) from None
     if (adapted := {*_adapted(model)}) != {*names}:

@@ -7,11 +7,12 @@ This module does not import torch.
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import NamedTuple
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from lowmem.config.typed_lines import (
@@ -237,7 +238,7 @@ def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
     typed = [line for line in map(unquoted, lines) if is_group(key(line)) or "/" not in key(line)]
     jobs = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
     known = set.intersection(*jobs)  # each job of a sweep gets all lines
-    for line in typed:
+    for line in (part for each in typed for part in _parts(each, known)):
         is_there = key(line) in known or is_group(key(line))
         if line[0] == "+" != line[1] and (is_there or key(line) in set.union(*jobs)):
             yield f"{line}: this key already exists, so leave out the +. Type {_in_shell(line[1:])}."
@@ -245,6 +246,30 @@ def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
             yield f"{line}: there is no key {key(line)} to remove."
         elif line[0] not in "+~" and not is_there:
             yield _no_such_argument(line, known) if key(line).startswith(ARCHITECTURE) else no_such_key(line, known)
+
+
+def _parts(line: str, known: Collection[str]) -> Iterator[str]:
+    """Yields one override per key of a section: memory.limit=1GiB for memory={limit: 1GiB}. Yields other overrides
+    unchanged."""
+    name, _, value = line.partition("=")
+    if value.startswith("{") and _is_section(name, known):
+        value = OverridesParser.create().parse_override(line).value()
+        yield from (f"{below}={value}" for below, value in _leaves(name, value, known))
+    else:
+        yield line
+
+
+def _leaves(name: str, value: object, known: Collection[str]) -> Iterator[tuple[str, object]]:
+    """Yields (dotted key, value) of each key of a section and its subsections."""
+    if isinstance(value, Mapping) and _is_section(name, known):
+        for last, below in value.items():
+            yield from _leaves(f"{name}.{last}", below, known)
+    else:
+        yield name, value
+
+
+def _is_section(name: str, known: Iterable[str]) -> bool:
+    return any(other.startswith(f"{name}.") for other in known)
 
 
 def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:

@@ -129,6 +129,7 @@ BAD = [
     (b'{"text": ' + b"9" * 5000 + b"}", "the line cannot be read as JSON (exceeds the limit"),
     (b"[" * 100_000, "the line cannot be read as JSON (maximum recursion depth"),
     (b'{"text": "' + b"x" * 300_000 + b'"}', "the line is longer than 200,000 bytes"),
+    (b'{"text": "x"}' + b" " * 300_000 + b"garbage", "the line is longer than 200,000 bytes"),
 ]
 
 

@@ -1,6 +1,7 @@
 """Data sets of the hub, replaced by local folders: read completely or streamed, and resumed bit-exactly from any
 window."""
 
+import json
 from itertools import islice
 
 import datasets
@@ -16,6 +17,7 @@ import tokenizers_of_all_kinds
 from lowmem.config.accumulation import fixed
 from lowmem.data.loader import Position, Share
 from lowmem.data.opening import RowSettings
+from lowmem.data.sources.chat_template import CHATML_TOKENS
 from lowmem.data.sources.hub import Table, hub
 from lowmem.data.token_store import load_bpe, train_bpe
 from lowmem.fit import fit
@@ -56,6 +58,21 @@ def numbers(window):
 def texts_of(windows, tokenizer):
     read = load_bpe(tokenizer / "tokenizer.json")
     return " ".join(read.decode(row) for window in windows for batch in window.micro_batches for row in batch.input_ids)
+
+
+def test_streamed_conversations_have_the_template_digest_of_conversations_that_are_read_at_once(tmp_path):
+    said = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in range(40)]
+    lines = (json.dumps({"messages": messages}) + "\n" for messages in said)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text("".join(lines))
+    train_bpe([], 300, tmp_path / "tokenizer.json", CHATML_TOKENS)
+
+    def digest(streaming):
+        source = hub(str(tmp_path / "set"), messages="messages", template="chatml", streaming=streaming, val_rows=2)
+        wanted = RowSettings(tmp_path / "cache", 32, 0, load_bpe(tmp_path / "tokenizer.json"), [])
+        return source.opened(wanted).tokens.template
+
+    assert digest(True) == digest(False) is not None
 
 
 @pytest.mark.rows("joined")

@@ -284,6 +284,40 @@ def test_architecture_that_cannot_be_built_is_refused_with_the_reason(changed, s
         built(spec("x", pretrained=False, architecture=architecture), torch.float32)
 
 
+EXPERTS = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "error"),
+    [
+        (EXPERTS, "RuntimeError: .*out of range"),
+        ({"model_type": "mpt", "d_model": 32, "n_heads": 3, "n_layers": 1}, "RuntimeError: shape .* is invalid"),
+    ],
+)
+def test_architecture_that_cannot_compute_a_forward_pass_is_refused_with_the_error(architecture, error):
+    network = built(spec("x", pretrained=False, architecture=architecture), torch.float32)
+    with pytest.raises(Refused, match=f"cannot compute a forward pass with these values. {error}"):
+        loading.check_computes(network)
+    assert network.training
+
+
+def test_run_with_more_experts_per_token_than_experts_is_refused_before_training(command, tmp_path):
+    architecture = {**EXPERTS, "vocab_size": 512, "max_position_embeddings": 64}
+    lines = ("model=hf", "model.name=x", "model.pretrained=false", "seq_len=16", "lr=1e-3", "max_steps=1")
+    code, said = command(*lines, f"model.architecture={architecture}".replace("'", ""))
+    assert code == 1 and "mixtral cannot compute a forward pass" in said and "Traceback" not in said
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(
     ("model_type", "longest"), [("xlnet", None), ("gpt2", 1024), ("musicgen", 2048), ("gemma3", 131072)]
 )

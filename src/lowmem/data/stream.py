@@ -27,7 +27,7 @@ from lowmem.data.sources.framing import dress
 from lowmem.data.sources.reading import ahead
 from lowmem.data.sources.records import Records
 from lowmem.data.sources.source import Encoded, SplitName
-from lowmem.data.token_store import NOTHING, Split, Tokens
+from lowmem.data.token_store import NOTHING, Split, Tokens, template_digest
 from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,9 @@ class Stream(Openable):
         rows = self.rows(val, "val")
         self._tell("val", rows.report)
         self.records.forget("val")  # the notes were logged in `_tell`
-        return Opened(Tokens(NOTHING, val, self.tokenizer), Blocks(self), {"": rows})
+        return Opened(
+            Tokens(NOTHING, val, self.tokenizer, template_digest(self, self.tokenizer)), Blocks(self), {"": rows}
+        )
 
     def documents(self, rows: list[dict], before: int, name: SplitName) -> list[Encoded]:
         """Tokenizes documents in memory. Args: rows: rows of the data set; before: number of rows of the stream before

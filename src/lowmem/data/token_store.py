@@ -122,8 +122,12 @@ def tokenize(
     )
     train, val = (_split(made, split) for split in ("train", "val"))
     tokenizer = tokenizer or _bpe(made, source)
-    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if source.chat else None
-    return Tokens(train, val, tokenizer, template)
+    return Tokens(train, val, tokenizer, template_digest(source, tokenizer))
+
+
+def template_digest(source: Source, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns a digest of the chat template that renders a source's conversations, or None for other data."""
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if source.chat else None
 
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:

@@ -46,6 +46,9 @@ from lowmem.system.errors import Refused, first_line, last_line, refuse_gated
 
 log = logging.getLogger(__name__)
 
+# errors that modules of transformers raise for values that they cannot use; constructors also raise ValueError for an
+# attention implementation that they do not support
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name -> dtype
 
 
@@ -416,7 +419,7 @@ def load(
         with drawn_in_fp32():
             try:
                 return AutoModelForCausalLM.from_config(described.grown, attn_implementation=attention, **how)
-            except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            except FAILURES as error:
                 raise Refused(
                     f"model.architecture: {described.grown.model_type} cannot be built with these values. "
                     f"{type(error).__name__}: {last_line(error)}"
@@ -459,23 +462,47 @@ def check_causal(model: PreTrainedModel) -> None:
     )
 
 
-@torch.no_grad()
+def check_computes(model: PreTrainedModel) -> None:
+    """Computes a forward pass over three tokens. transformers also builds models that cannot compute one, for example
+    with more experts per token than experts. Models with 16-bit weights are not checked, because some operators need
+    autocast or a GPU then.
+
+    Raises:
+        Refused: the forward pass raises an error.
+    """
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        return
+    try:
+        _first_logits(model, (0, 1, 2))
+    except (*FAILURES, ValueError) as error:
+        raise Refused(
+            f"model.architecture: {model.config.model_type} cannot compute a forward pass with these values. "
+            f"{type(error).__name__}: {last_line(error)}"
+        ) from error
+
+
 def _looks_ahead(model: PreTrainedModel) -> bool:
     """Returns True if later tokens change the logits of position 0 by more than 1e-4, relative to the largest logit. In
     untrained encoders the change is some thousandths. Returns False if the forward pass raises an error; training
     reports the error."""
+    try:
+        logits, changed = (_first_logits(model, row) for row in ((0, 1, 2), (0, 3, 4)))
+    except (RuntimeError, ValueError):
+        return False
+    return bool((logits - changed).abs().max() > 1e-4 * logits.abs().max())
+
+
+@torch.no_grad()
+def _first_logits(model: PreTrainedModel, row: Sequence[int]) -> Tensor:
+    """Returns the logits of position 0 for a row of token ids, (V,) in fp32, in eval mode."""
     training, device = model.training, next(model.parameters()).device
-    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.tensor([row], device=device) % model.get_input_embeddings().num_embeddings  # (1, T)
     model.eval()
     try:
         with torch.random.fork_rng(devices=[]):
-            ids = (torch.tensor([row], device=device) % vocabulary for row in ((0, 1, 2), (0, 3, 4)))  # (1, 3)
-            logits, changed = (model(input_ids=row, use_cache=False).logits[0, 0].float() for row in ids)  # (V,)
-    except (RuntimeError, ValueError):
-        return False
+            return model(input_ids=ids, use_cache=False).logits[0, 0].float()
     finally:
         model.train(training)
-    return bool((logits - changed).abs().max() > 1e-4 * logits.abs().max())
 
 
 def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]) -> PreTrainedModel:

@@ -264,12 +264,15 @@ def module(
 
 
 def _check(run: Run, network: PreTrainedModel) -> None:
-    """Checks the loaded weights. Raises: Refused: the model is not causal, or a weight overflows fp16."""
+    """Checks the loaded model. Raises: Refused: the model is not causal, a weight overflows fp16, or values of the
+    architecture contradict each other."""
     if run.multiplies_in == "float16":
         check_holds(network, torch.float16, WIDER)
     elif run.export_dtype == "float16" and (run.merge or not run.adapter_class.freezes_base):
         check_holds(network, torch.float16, "Type export_dtype=bfloat16 instead of export_dtype=float16.")
     loading.check_causal(network)
+    if run.model.architecture is not None and not run.model.pretrained:
+        loading.check_computes(network)
 
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:

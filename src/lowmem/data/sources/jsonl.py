@@ -40,7 +40,9 @@ def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
             rest = line
             while len(rest) > LONGEST and not rest.endswith(b"\n"):
                 rest = stream.readline(LONGEST + 1)
-            if stripped := line.removeprefix(BOM if number == 1 else b"").strip():
+            if rest is not line:
+                yield number, line  # with its spaces: without them it could seem short enough
+            elif stripped := line.removeprefix(BOM if number == 1 else b"").strip():
                 yield number, stripped
 
 

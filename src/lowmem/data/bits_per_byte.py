@@ -1,11 +1,11 @@
 """Converts a validation loss to bits per byte of the predicted text, a unit that is comparable across tokenizers.
 
-If rows are consecutive parts of a split and every token is a label, the token store knows the bytes of each document.
-For other rows, such as the answers of a chat or rows with packing=documents, each process reads the labels of its
-device's rows once and counts the bytes of their text. With a byte-level tokenizer, each token has a fixed number of
-bytes. With other tokenizers, a token that is decoded separately may lose a space or contain an incomplete character. So
-consecutive labels are decoded together with up to BEFORE tokens before them, and the bytes that the labels add to the
-text are counted.
+If rows are consecutive parts of a split and every token is a label, the number of bytes is read from the token store,
+which stores the bytes of each document. For other rows, such as the answers of a chat or rows with packing=documents,
+each process reads the labels of its device's rows once and counts the bytes of their text. With a byte-level tokenizer,
+each token has a fixed number of bytes. With other tokenizers, a token that is decoded separately may lose a space or
+contain an incomplete character. So consecutive labels are decoded together with up to BEFORE tokens before them, and
+the bytes that the labels add to the text are counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ BEFORE = 4  # tokens of context; enough to complete a character, which has at mo
 
 
 def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], float]:
-    """Returns a function that converts nats per label to bits per byte, or to nan if the labels have no text. An
-    end-of-text token adds nats but no bytes."""
+    """Returns a function that converts nats per label to bits per byte, or to nan if the labels have no text. Its first
+    call counts the labels and bytes. An end-of-text token counts as a label without bytes."""
     counted = cache(lambda: _counted(tokens, val))
 
     def bits(nats: float) -> float:
@@ -34,8 +34,8 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 
 
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
-    """Returns the number of labels, and the bytes of their text. For rows without gaps, both numbers are over all
-    devices; for other rows, only over the rows of this device."""
+    """Returns the number of labels, and the bytes of their text. For rows without gaps, the rows of all devices are
+    counted; otherwise only the rows of this device."""
     if val.sequences.without_gaps:
         known = replace(tokens, val=val.sequences.split)  # each source of a mixture has its own split
         return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)
@@ -44,7 +44,7 @@ def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
 
 def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[MicroBatch]) -> tuple[int, int]:
     """Returns the number of labels, and the bytes of their text, by reading all micro-batches. Returns (0, 0) for pairs
-    and rated answers, whose losses have no bits per byte."""
+    and rated answers, whose losses are not in nats per label."""
     count = text = 0
     special = [IGNORED, *tokenizer.all_special_ids]
 
@@ -66,7 +66,7 @@ def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[Micr
 
 
 def _runs(counts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yields (row, start, stop) of each run of consecutive labels."""
+    """Yields (row, start, stop) of each run of consecutive labels. Args: counts: (B, T) bool: True for a label."""
     for row, of_row in enumerate(counts):
         edges = np.flatnonzero(np.diff(of_row, prepend=False, append=False)).tolist()
         yield from ((row, start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))

@@ -1,11 +1,12 @@
 """Stores files in a cache folder with their checksums, and rebuilds a folder if a file does not match its checksum. The
 token store keeps its files in such folders.
 
-`meta.json` contains metadata, the size and the CRC-32 of every other file, and the CRC-32 of these values. Opening a
-folder reads and checks all of its files, at about 1 GB/s. For local source files this takes less time than the SHA-256
-of the source text, which every start computes anyway, because the text has twice the bytes of its tokens and SHA-256
-runs at half the speed. The returned arrays are memory-mapped from the files that were checked, so another process may
-replace the folder while the arrays are in use.
+`meta.json` contains metadata, the size and the CRC-32 of every other file that was written with it, and the CRC-32 of
+these values. Opening a folder reads and checks all of these files, at about 1 GB/s. Files that are added to the folder
+later are not checked. For local source files, every start also computes the SHA-256 of the source text, which takes
+longer than this check: the text has twice the bytes of its tokens, and SHA-256 runs at half the speed. The returned
+arrays are memory-mapped from the files that were checked, so another process may replace the folder while the arrays
+are in use.
 """
 
 import json
@@ -40,11 +41,13 @@ class FolderContents(NamedTuple):
 
 
 class _Damaged(Exception):
-    """Raised if a file is missing, or does not have the size and the checksum with which it was written."""
+    """Raised, with the name of the file, if a file is missing or does not have the size and the checksum with which it
+    was written."""
 
 
 def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
-    """Opens a folder. A folder that does not exist or is damaged is filled first; damage is logged.
+    """Returns the contents of a folder. A folder that does not exist is filled first. A damaged folder is deleted and
+    filled again, and the damage is logged.
 
     Args:
         fill: writes the files into an empty folder and returns values for `FolderContents.meta`.
@@ -99,8 +102,8 @@ def _mapped(file: Path, size: int, checksum: int) -> np.ndarray:
 
 
 def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
-    """Fills a draft folder and renames it when it is complete, so that neither a second job nor Ctrl-C leaves a partial
-    folder."""
+    """Fills a draft folder and renames it to `folder` when it is complete, so that neither a second job nor Ctrl-C
+    leaves a partial folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_cache_write(folder) as draft:
         draft.mkdir(mode=0o700)  # texts may be private

@@ -1,9 +1,10 @@
 """Makes windows of micro-batches from rows of tokens, in an order that the seed and the epoch determine.
 
-A window is the micro-batches of one optimizer step, and a sequence is a row of a split (`packing.py`), or both rows of
-a padded pair (`pairs.py`). An epoch reads every sequence once, in a permutation drawn from (seed, epoch). The sizes of
-micro-batches and windows and the number of devices decide only where this order is divided; they do not change the
-order. The only exception is packing=padded, which sorts rows so that the rows of a micro-batch have similar lengths.
+A window contains the micro-batches of one optimizer step. A sequence is a row of a split (`packing.py`), or both rows
+of a padded pair (`pairs.py`). An epoch reads every sequence once, in a permutation drawn from (seed, epoch). The sizes
+of micro-batches and windows and the number of devices decide only where this order is divided; they do not change the
+order. There are two exceptions: packing=padded sorts rows so that the rows of a micro-batch have similar lengths, and a
+stream is permuted block by block (`stream.py`).
 
 Each window contains the position at which the next window begins. Training stores this position once the optimizer step
 of the window is done, so a resumed run never skips a window that was prefetched but not trained on.
@@ -24,7 +25,7 @@ from torch import Tensor
 from lowmem.config.accumulation import WindowSize
 
 IGNORED = -100  # a label that the loss ignores
-COUNTS = ("learned_tokens", "weight", "first_tokens")  # counts of a micro-batch, which are cached
+COUNTS = ("learned_tokens", "weight", "first_tokens")  # cached counts of a micro-batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class MicroBatch:
     by the sum of the weights of its micro-batches."""
 
     UNIT: ClassVar[str] = "tokens"  # unit of `weight`
-    # rows per example; an example is never split across devices, so both rows of a pair stay together
+    # rows per sequence; a sequence is never split across devices, so both rows of a pair stay together
     ROWS: ClassVar[int] = 1
 
     input_ids: Tensor  # (B, T) int64
@@ -50,7 +51,7 @@ class MicroBatch:
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """Returns names for the rows of the first example, for display; empty if rows need no names."""
+        """Returns names for the rows of the first sequence, for display; empty if rows need no names."""
         return ()
 
     @property
@@ -82,8 +83,8 @@ class MicroBatch:
 
     def to(self, device: torch.device, **how: object) -> Self:
         """Returns this micro-batch on a device, with its cached counts. Lightning calls this method for each
-        micro-batch of a window. For a GPU, tensors are first copied to pinned memory: a copy from pageable memory would
-        make the host wait until all earlier work of the GPU is done."""
+        micro-batch of a window or of a validation group. For a GPU, tensors are first copied to pinned memory: a copy
+        from pageable memory would make the host wait until all earlier work of the GPU is done."""
         pinned = torch.device(device).type == "cuda" and not self.input_ids.is_cuda
         if pinned:
             how = {"non_blocking": True} | how
@@ -99,7 +100,7 @@ class MicroBatch:
 
     @property
     def nothing(self) -> Self:
-        """Returns the first example without labels, for a device that has no rows left but must take part in
+        """Returns the first sequence without labels, for a device that has no rows left but must take part in
         collectives."""
         example = self.each(lambda tensor: tensor[: self.ROWS])
         return replace(example, labels=torch.full_like(example.labels, IGNORED))
@@ -117,7 +118,8 @@ class MicroBatch:
     @cached_property
     def first_tokens(self) -> list[int] | None:
         """Returns the index of the first token of each document in the concatenated rows, followed by the total number
-        of tokens. The filler at the end of a row counts as a document. None: each row counts as a document."""
+        of tokens. The filler at the end of a row counts as a document. Returns None if `position_ids` is None; then
+        each row is a document."""
         if self.position_ids is None:
             return None
         begins = F.pad(self.position_ids.diff(dim=1) != 1, (1, 0), value=True)  # (B, T)
@@ -132,9 +134,10 @@ class MicroBatch:
 
 class Position(NamedTuple):
     """A position in the data, from which training continues. The next sequence is number `sequence` in the order of
-    `epoch`, and `window` windows are done.
+    `epoch`, and `window` windows are done since the start of training.
 
-    In a stream, `sequence` counts within a block, and `state` is the stream's state before this block.
+    In a stream, `sequence` counts within a block, and `state` is the stream's state before this block (None before the
+    first block of an epoch).
     """
 
     epoch: int = 0
@@ -144,7 +147,7 @@ class Position(NamedTuple):
 
 
 START = Position()
-NAMED = 8  # sequences that a message lists, at most
+NAMED = 8  # maximum number of sequences that a message lists
 
 
 class Window(NamedTuple):
@@ -161,16 +164,16 @@ class Rows:
     """The base class of the rows of a split, which a loader reads by number, in any order. (The rows of a stream are an
     exception, see `numbered`.) `packing.py` has the subclasses for text.
 
-    Args:
+    Attributes:
         seq_len: maximum tokens of a row.
-        report: counts of included, cut and dropped documents, for the log.
+        report: counts of included, cut and dropped documents (or pairs or rated answers), for the log.
         without_gaps: True: the rows are consecutive parts of the split, and every token is a label. (The first token of
             the split is only an input.)
     """
 
     seq_len: int
     report: Mapping = MappingProxyType({})
-    counted = "documents"  # name, in messages, of the items of a row that are counted
+    counted = "documents"  # plural name, in messages, of the items that `report` counts
     without_gaps = False
     positions = False  # True: micro-batches have `position_ids`
     filler = False  # True: micro-batches have `real`
@@ -189,8 +192,8 @@ class Rows:
 
     @classmethod
     def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
-        """Returns full rows of zeros whose tensors have the shapes, dtypes and memory of real rows. The planner traces
-        the model with these rows."""
+        """Returns full rows of zeros whose tensors have the shapes, dtypes and memory layout of real rows. The planner
+        traces the model with these rows."""
         tensors = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
         real = torch.ones(batch_size, seq_len, dtype=torch.bool) if cls.filler else None
         return MicroBatch(*tensors, real=real)
@@ -207,7 +210,7 @@ class Rows:
 
     @property
     def order(self) -> dict:
-        """Returns the values that determine the content of each row number, except the number and the length of rows. A
+        """Returns values that identify the content of all rows; `WindowLoader.order` adds their number and length. A
         checkpoint stores these values, so that a resumed run detects changed data."""
         return {}
 
@@ -223,8 +226,8 @@ class Rows:
 
 
 class Share(NamedTuple):
-    """A device's share of a global micro-batch, which consists of one micro-batch of each device. The share is the
-    rank-th group of `batch_size` sequences."""
+    """A device's share of a global micro-batch: the group of `batch_size` sequences at index `rank`. A global
+    micro-batch consists of one micro-batch for each device."""
 
     batch_size: int  # sequences per micro-batch and device; a pair counts as one sequence
     rank: int = 0
@@ -235,13 +238,14 @@ class Share(NamedTuple):
         return self.batch_size * self.world_size
 
     def places(self, rows: int = 1) -> slice:
-        """Returns the slice of this device's rows in a global micro-batch. Args: rows: rows per example."""
+        """Returns the slice of this device's rows in a global micro-batch. Args: rows: rows per sequence
+        (`MicroBatch.ROWS`)."""
         size = self.batch_size * rows
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def rows_of(self, read: MicroBatch) -> MicroBatch:
         """Returns this device's rows of a global micro-batch, with cached counts. All devices must run the same number
-        of micro-batches, so a device without rows gets an example without labels."""
+        of micro-batches, so a device without rows gets a sequence without labels."""
         mine = read.each(lambda tensor: tensor[self.places(read.ROWS)])
         return (mine if len(mine.input_ids) else read.nothing).counted()
 

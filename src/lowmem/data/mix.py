@@ -3,9 +3,9 @@ tokens in the loss.
 
 Shares count labels and not rows, because a row of chat has fewer labels than a row of text. An epoch contains every row
 of every source at least once. If a source is too small for its share, its rows are repeated. `WindowLoader` permutes
-the row numbers of an epoch by (seed, epoch), so resuming needs no further state. A checkpoint stores `Mixed.order`, and
-a resumed run compares it to detect changed sources or changed numbers of rows. Each source keeps its own validation
-set.
+the row numbers of an epoch by (seed, epoch), so a checkpoint needs no further state to resume. It stores `Mixed.order`,
+which a resumed run compares to detect changed sources, numbers of rows or shares. Validation sets are not mixed: each
+source is validated separately.
 """
 
 import logging
@@ -24,8 +24,8 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 256  # rows of each source, at most, that are sampled to estimate its labels per row
-MOST = 1 << 30  # maximum rows of an epoch; a permutation of this many row numbers takes 8 GB
+LOOKED_AT = 256  # maximum rows of each source that are sampled to estimate its labels per row
+MOST = 1 << 30  # maximum rows of an epoch; a permutation of this many row numbers takes 8 GiB
 
 
 class Mix(Openable):
@@ -105,8 +105,8 @@ class Mix(Openable):
 
 
 def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
-    """Returns the validation sets of all sources. A set is named after its source; if the set has a name of its own,
-    the name is <source>_<set>."""
+    """Returns the validation sets of all sources. An unnamed set gets the name of its source, and a named set of a
+    nested mixture gets the name <source>_<set>."""
     sets: dict[str, Rows] = {}
     for part, source in opened.items():
         for below, rows in source.val.items():
@@ -118,7 +118,7 @@ def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
 
 
 def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
-    """Opens a source of the mixture, and adds its name to refusals."""
+    """Opens a source of the mixture. Its name is added to refusals."""
     try:
         return source.opened(wanted)
     except Refused as error:
@@ -126,8 +126,8 @@ def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
 
 
 class Mixed(Rows):
-    """The rows of several sources, numbered for one epoch. The first numbers are rows of the first source, with as many
-    repetitions as an epoch needs; then follow rows of the second source, and so on."""
+    """The rows of one epoch, numbered source by source. The rows of a source repeat if its share needs more rows than
+    it has."""
 
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
@@ -137,9 +137,9 @@ class Mixed(Rows):
         self.per_row = [_per_row(rows) for rows in self.parts]
         self.shares = shares and [shares[name] for name in self.names]
         self.counts = [len(rows) for rows in self.parts] if shares is None else self._counts()
-        self.ends = np.cumsum(self.counts)  # (sources,): the row number after the last row of each source
-        # An incomplete last pass over a source reads a random selection of its rows, and not its first rows. The
-        # selection is equal in all epochs.
+        self.ends = np.cumsum(self.counts)  # (sources,): exclusive end of each source's row numbers
+        # An incomplete last pass over a source reads a random selection of its rows, not its first rows. The selection
+        # is the same in every epoch.
         self.last_pass = [np.random.default_rng(0).permutation(len(rows)) for rows in self.parts]
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class Mixed(Rows):
         return {"mix": [list(row) for row in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
 
     def describe(self) -> Iterator[str]:
-        """Yields a sentence for each source, with its share of the labels and its passes per epoch."""
+        """Yields a description of each source: its share of the labels and its passes per epoch."""
         tokens = np.array(self.counts) * self.per_row
         shares = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
         for name, share, typed, count, rows in zip(
@@ -194,9 +194,9 @@ class Mixed(Rows):
         return self.parts[number].starts(int(self._rows(number, np.array([row]))[0]))
 
     def _rows(self, number: int, indices: np.ndarray) -> np.ndarray:
-        """Maps row numbers of the mixture to row numbers of a source: first complete passes in order, then a random
-        selection for an incomplete last pass. Args: number: index of the source; indices: row numbers of the mixture,
-        all of this source."""
+        """Maps row numbers of the mixture to row numbers of a source: complete passes in order, then a random selection
+        for an incomplete last pass. Args: number: index of the source; indices: row numbers of the mixture that belong
+        to this source."""
         size = len(self.parts[number])
         at = indices - (self.ends[number] - self.counts[number])
         full_passes = self.counts[number] // size * size

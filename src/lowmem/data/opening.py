@@ -35,8 +35,13 @@ class RowSettings(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The rows of an opened source. Args: val: name of a validation set -> its rows; a single, unnamed validation set
-    has the name ""."""
+    """The rows of an opened source.
+
+    Args:
+        tokens: the tokenizer, and the tokens of both splits: for a mixture, the tokens of one of its sources; for a
+            stream, only the validation tokens; for random tokens, none.
+        val: name of a validation set -> its rows; a single, unnamed validation set has the name "".
+    """
 
     tokens: Tokens
     train: Rows

@@ -6,15 +6,16 @@
   tokens attend only to their own document (`model/packed_attention.py`).
 - `padded` gives each document its own row, which is padded at its end to the length of the longest row of the
   micro-batch. In a causal model, padding at the end does not influence the tokens before it, so `padded` needs no
-  attention mask. The price is the computation of the padding.
+  attention mask. But the model also computes the padding.
 
 With `documents` and `padded` a label is the next token of the same document, so a document's last token has no label.
 With these two methods, `too_long` decides what happens to documents that are longer than a row. `cut` divides such a
-document into several pieces, and each of its tokens except the first is still a label once. `drop` leaves the document
-out, and `refuse` ends the run.
+document into several pieces without losing labels: the label of a piece's last token is the first token of the next
+piece. `drop` leaves the document out, and `refuse` ends the run.
 
 Best fit decreasing (Johnson et al. 1974) places each piece, the longest first, in the row with the smallest sufficient
-space. This row is found in O(1), because one integer has a bit for each size of free space that an open row has.
+space. The row is found without a loop over rows: one integer has a bit for each size of free space, which is set if a
+row with this space exists.
 """
 
 import hashlib
@@ -66,8 +67,8 @@ class TooLong(Refused):
 
 
 class Joined(Rows):
-    """Rows that are cut from the concatenated text. The inputs of row i are the T tokens from i*T on; its labels are
-    the T tokens from i*T + 1 on. An incomplete last row is left out.
+    """Rows that are cut from the concatenated text. With T = seq_len, the inputs of row i are the T tokens from i*T on,
+    and its labels are the T tokens from i*T + 1 on. An incomplete last row is left out.
 
     Raises:
         Refused: the split has less than one full row, or no token to learn.
@@ -127,8 +128,8 @@ class Pieces(NamedTuple):
 
 
 class _Apart(Rows):
-    """The base class of `Documents` and `Padded`. It stores the pieces. Documents that are dropped, or have nothing to
-    learn, have no piece and are only counted."""
+    """The base class of `Documents` and `Padded`. It stores the pieces. Dropped documents and pieces without a label
+    are left out, and `report` counts the documents of which nothing remains."""
 
     filler = True
 
@@ -174,14 +175,14 @@ class Documents(_Apart):
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
-        # the indices of all pieces, row by row, and the number of pieces up to the end of each row
+        # the indices of all units, row by row, and the number of units up to the end of each row
         self.packed, self.ends = self._packed_once(split, name)
         tokens = int(self.lengths.sum())
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
 
     def _packed_once(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the packed order, as `packed` does. The order is stored next to the tokens on disk and read again by
-        later runs, since packing 5 million documents takes seconds."""
+        """Returns the packed order, as `packed` does. If the tokens are on disk, the order is stored beside them and
+        later runs read it, since packing 5 million documents takes seconds."""
         where = getattr(split.ids, "filename", None)
         if where is None:  # the tokens are only in memory
             return packed(self.lengths, self.seq_len)
@@ -238,9 +239,10 @@ class Padded(_Apart):
         return len(self.lengths)
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Sorts rows by length within pools of POOL rows, and shuffles the resulting micro-batches. The pools depend
-        only on the permutation. But `rows_per_step` decides which rows are batched together, so a resumed run must keep
-        the product of batch size and number of devices."""
+        """Sorts rows by length within pools of POOL rows, and shuffles the resulting global micro-batches. An
+        incomplete global micro-batch stays at the end. The pools depend only on the permutation. But `rows_per_step`
+        decides which rows are batched together, so a resumed run must keep the product of batch size and number of
+        devices."""
         lengths = self.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
         # pools are sorted in alternating directions, so that a micro-batch across two pools does not mix long and short
@@ -284,7 +286,7 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
 
 
 def describe_split(report: Mapping, name: str, packing: str, unit: str = "document") -> str:
-    """Returns a sentence with the number of documents of a split, and how many were cut or left out.
+    """Returns a sentence with the number of documents and rows of a split, and how many documents were cut or left out.
 
     Args:
         unit: the singular of the name of the counted items.
@@ -315,7 +317,7 @@ def with_positions(data: Mapping) -> bool:
 
 
 def _sources(data: Mapping) -> Iterator[Mapping]:
-    """Yields the arguments of each source of a mixture, or of the single source."""
+    """Yields the arguments of the single source, or of each source of a mixture, if they contain `packing`."""
     if "packing" in data:
         yield data
     for source in data.get("parts", {}).values():
@@ -366,7 +368,7 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
 
 
 def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
-    """Returns the number of labels in each piece, (pieces,)."""
+    """Returns the number of labels in the loss for each piece, (pieces,)."""
     known = cut.lengths - cut.last
     if split.learned_bits is None:
         return known
@@ -375,8 +377,8 @@ def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
 
 
 def _learned_before(split: Split, points: np.ndarray) -> np.ndarray:
-    """Returns the number of learned tokens before each of the ascending `points`. Reads a few million tokens at a
-    time."""
+    """Returns the number of learned tokens before each of the ascending `points`. Unpacks the bits of AT_ONCE tokens at
+    a time."""
     counts, total = np.empty(len(points), np.int64), 0
     for start in range(0, len(split.ids) + 1, AT_ONCE):
         stop = min(start + AT_ONCE, len(split.ids))
@@ -388,17 +390,17 @@ def _learned_before(split: Split, points: np.ndarray) -> np.ndarray:
 
 
 def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs pieces into rows by best fit decreasing.
+    """Packs units (pieces or pairs) into rows by best fit decreasing.
 
-    Pieces of equal length are shuffled first, with a fixed seed; otherwise adjacent documents of the text would often
+    Units of equal length are shuffled first, with a fixed seed; otherwise adjacent documents of the text would often
     share a row.
 
     Args:
-        lengths: (pieces,): the length of each piece, at most `room`.
+        lengths: (units,): the length of each unit, at most `room`.
         room: tokens of a row.
 
     Returns:
-        The indices of the pieces, row by row, and the number of pieces up to the end of each row.
+        The indices of the units, row by row, (units,), and the number of units up to the end of each row, (rows,).
     """
     shuffled = np.random.default_rng(0).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
@@ -417,7 +419,7 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
         left -= length
         with_room[left].append(row)
         rooms |= 1 << left
-    # without this permutation the longest pieces would be in the first rows
+    # without this permutation the longest units would be in the first rows
     row_of = np.random.default_rng(0).permutation(count)[row_of]
     by_row = order[np.argsort(row_of[order], kind="stable")]
     return by_row, np.cumsum(np.bincount(row_of, minlength=count))

@@ -43,7 +43,7 @@ class AnswerBatch(MicroBatch):
 
     @property
     def compared(self) -> tuple[Self, ...]:
-        """Returns the batches for which the reference model computes log-probabilities. Each batch fills one or more
+        """Returns the batches for which the reference model computes log-probabilities. Together they fill the two
         columns of `AnswerRows.reference`."""
         return (self,)
 
@@ -89,11 +89,12 @@ class PackedPairBatch(PairBatch):
 
 class AnswerRows:
     """The base class of rows of answers. It counts, cuts and drops units (pairs or rated answers) instead of single
-    documents, so both documents of a pair are kept or dropped together."""
+    documents, so both documents of a pair are kept or dropped together. If a unit is cut (too_long=cut), each of its
+    documents is truncated to `_room` tokens, and the rest is not used."""
 
     fits: str  # description, in messages, of the tokens that must fit into seq_len
     batch: type[AnswerBatch]
-    # (units, 2) fp64, as `CausalLM.predict_step` returns them; NaN: not computed yet; None: no reference model
+    # (units, 2) fp64, as `CausalLM.predict_step` returns them; NaN: not computed yet; None: not used
     reference: np.ndarray | None = None
 
     @classmethod
@@ -115,7 +116,9 @@ class AnswerRows:
         raise NotImplementedError
 
     def _chosen(self, name: str) -> tuple[Pieces, dict]:
-        """Returns the pieces of each unit, one after the other, and counts of included, cut and dropped units.
+        """Returns the pieces of all units, ANSWERS consecutive pieces per unit, and counts of included, cut and dropped
+        units. Also sets `labels` (number of labels) and `numbers` (index of the document) for each answer of the
+        included units.
 
         Raises:
             TooLong: with too_long=refuse, a unit is too long.

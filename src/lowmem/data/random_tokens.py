@@ -1,8 +1,8 @@
 """Draws random tokens (`data=random`), to measure a run's memory and speed without a corpus, a tokenizer or network
 access.
 
-Each time row i of a split is read, it is drawn again from the seed (seed, split, i), so nothing is stored. A model
-cannot learn to predict random tokens: the validation loss stays at the logarithm of the vocabulary size or above.
+Row i of a split is drawn from the seed (seed, split, i) each time it is read, so no tokens are stored. A model cannot
+learn to predict random tokens: the validation loss stays at the logarithm of the vocabulary size or above.
 """
 
 from collections.abc import Iterator

@@ -3,8 +3,8 @@ answer.
 
 A record is two documents in the token store (`pairs.py`): first the prompt with the desirable answer, then the prompt
 with the undesirable answer. A pair has both answers; for a single rated answer the document of the missing answer is
-empty. So each document with tokens is a unit: a desirable answer if the number of the document is even, an undesirable
-answer if the number is odd.
+empty. So each document with tokens is a unit: a desirable answer if the document's index is even, an undesirable answer
+if the index is odd.
 
 KTO compares the reward of an answer with the rewards of mismatched answers. So a batch has two rows for each answer: a
 row with the answer after its own prompt, and a mismatched row, in which the same prompt is followed by the answer to
@@ -58,7 +58,7 @@ class RatedBatch(AnswerBatch):
 
     @property
     def mismatched(self) -> Self:
-        """Returns the mismatched rows."""
+        """Returns a batch of only the mismatched rows."""
         return RatedBatch(
             self.mismatched_ids,
             self.mismatched_labels,
@@ -153,8 +153,8 @@ class RatedAnswers(PaddedAnswers):
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
     def _read(self, unit: int) -> tuple[np.ndarray, Answer]:
-        """Returns the tokens of a unit's prompt, which are all tokens before the first label, and the answer after
-        them."""
+        """Returns the tokens of a unit's prompt, which are all tokens before the first label, and the answer that
+        follows."""
         start, length, last = (array[unit] for array in self.pieces)
         stop = start + length + (not last)  # a cut answer: also read the next token, the label of the last token
         ids, learned = self.split.ids[start:stop], self.split.learned(start, stop)

@@ -5,11 +5,10 @@ Records are read in the order of the stream, in blocks of `data.block` records. 
 rows, and the rows are permuted by (seed, epoch, block). While the training thread uses a block, a second thread reads,
 tokenizes and packs the next block (`Stream.blocks`).
 
-A position consists of the stream's state before a block and the number of rows of the block that were used. To resume,
-the run loads this state and reads the block again. With packing=joined, the tokens at the end of a block that do not
-fill a row begin the next block. The state contains these tokens (at most `seq_len`), and otherwise only a few numbers.
-The shuffle buffer of `datasets` is not used, because a resume would lose the buffer: its documents would be read twice
-or never.
+A position contains the stream's state before a block, and the number of rows of the block that were used. A resumed run
+loads this state and reads the block again. With packing=joined, the tokens at the end of a block that do not fill a row
+begin the next block. The state contains these tokens (at most `seq_len`), and otherwise only a few numbers. The shuffle
+buffer of `datasets` is not used, because a resume would lose the buffer: its documents would be read twice or never.
 """
 
 import logging
@@ -75,8 +74,8 @@ class Stream(Openable):
         )
 
     def documents(self, rows: list[dict], before: int, name: SplitName) -> list[Encoded]:
-        """Tokenizes documents in memory. Args: rows: rows of the data set; before: number of rows of the stream before
-        `rows`."""
+        """Tokenizes rows of the data set, and returns their documents. Args: before: number of rows of the stream
+        before these rows, for the row numbers in messages."""
         split = self.table.splits[name] or self.table.splits["train"]
         records = (self.table.record(row, split, number) for number, row in enumerate(rows, before + 1))
         return list(self.records.documents(records, name, self.tokenizer))
@@ -156,7 +155,8 @@ def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]
 
 
 class RowBlock(NamedTuple):
-    """A block of rows. Args: state: the state of the stream before this block; None for the first block."""
+    """The rows of a block. Args: state: the state of the stream before this block; None for the first block of an
+    epoch."""
 
     state: dict | None
     number: int
@@ -192,7 +192,7 @@ class StreamLoader(WindowLoader):
         )
 
     def described(self, start: Position, end: Position) -> str:
-        """Returns words that name the window from `start` to `end`, since the rows of a stream have no numbers."""
+        """Returns a description of the window from `start` to `end`, since the rows of a stream have no numbers."""
         return f"window {start.window + 1} of the stream (epoch {start.epoch})"
 
     def __iter__(self) -> Iterator[Window]:

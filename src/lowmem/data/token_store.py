@@ -34,16 +34,16 @@ COUNTED_AT_ONCE = 1 << 20  # tokens; as Python strings they take about 100 MB
 # of 2 MB takes minutes. Split into pieces of 256 bytes, the same word takes 6 s. The longest word in Python's standard
 # library has 80 bytes.
 LONGEST_WORD = 256
-# Characters of text on which a BPE is trained (see `_spread`). With more text the merges no longer change, and the
-# table of words takes more memory.
+# Characters of text on which a BPE is trained (see `_spread`). More text would hardly change the merges, but would take
+# more memory for the table of words.
 LEARNED_FROM = 1 << 27
 LOOKED_AT = 10_000  # maximum distinct validation documents that are searched for in the training text
 
 
 @dataclass(frozen=True)
 class Split:
-    """The tokens of a split: its documents one after the other, each with the tokens that begin and end it
-    (`framing.py`). The arrays are memory-mapped; for a stream they are in memory.
+    """The tokens of a split: its concatenated documents, each with the tokens that begin and end it (`framing.py`). The
+    arrays are memory-mapped; for a stream they are in memory.
 
     Args:
         ids: (tokens,) uint16 or uint32.
@@ -76,7 +76,7 @@ class Tokens:
     """The tokens of both splits, and the tokenizer that encoded them.
 
     Args:
-        template: digest of the chat template that rendered conversations; None for other data.
+        template: digest of the chat template that rendered conversations; None for other data and for streams.
     """
 
     train: Split
@@ -85,8 +85,8 @@ class Tokens:
     template: str | None = None
 
     def val_bytes(self, count: int) -> int:
-        """Returns the bytes of text in the first `count` tokens of `val`. Complete documents are looked up; only the
-        tokens of an incomplete last document are read."""
+        """Returns the bytes of text in the first `count` tokens of `val`. For complete documents this number is stored;
+        only the tokens of an incomplete last document are read."""
         complete = int(np.searchsorted(self.val.ends, count, side="right"))  # documents
         start, text = (int(ends[complete - 1]) if complete else 0 for ends in (self.val.ends, self.val.text_bytes))
         pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
@@ -108,8 +108,8 @@ def tokenize(
         special_tokens: special tokens of the trained BPE, besides the end-of-text token.
 
     Raises:
-        Refused: the source cannot be read, a split has no text, more than half of the compared validation documents are
-            also training documents, a file changed while it was read, or the cache cannot be written.
+        Refused: the source or a record cannot be used, a split has no text, more than half of the compared validation
+            documents are also training documents, a file changed while it was read, or the cache cannot be written.
     """
     if tokenizer:
         dress(tokenizer, source)
@@ -131,8 +131,8 @@ def template_digest(source: Source, tokenizer: PreTrainedTokenizerBase) -> str |
 
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
-    """Returns the validation split of a source that is used for validation only: one of several sets of
-    `data.val_path`."""
+    """Returns the validation split of a source without tokenizing its training split. Used for each further set if
+    `data.val_path` names several sets."""
     made = _open_or_fill(
         lambda: cache_dir / f"{_key(source, 0, tokenizer)}-val",
         lambda draft: _write(draft, source, 0, tokenizer, (), ("val",)),
@@ -144,7 +144,8 @@ def _open_or_fill(place: Callable[[], Path], write: Callable[[Path], dict]) -> F
     """Opens the cache folder of a source. A folder that is missing or damaged is filled first.
 
     Args:
-        place: returns the folder. Its name contains the cache key, so it changes if the content of the source changes.
+        place: returns the folder, whose name contains the cache key. The name changes if the content of the source
+            changes.
         write: writes the files into an empty folder, and returns the metadata.
     """
     folder = place()
@@ -187,9 +188,10 @@ def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
-    """Returns the values that identify a tokenizer in a cache key. For a fast tokenizer they contain the complete
+    """Returns the values that identify a tokenizer in a cache key. For a fast tokenizer they include the complete
     tokenizer.json, because two tokenizers with the same vocabulary may split words differently. Args: older: the source
-    has data.bos=older, so the result does not contain the tokens that begin and end documents."""
+    has data.bos=older, so its documents do not contain the tokens that the tokenizer's own call adds, and the result
+    does not depend on these tokens."""
     around = [] if older else framing_of(tokenizer)[:2]
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None), *around]
@@ -225,8 +227,8 @@ def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
-    """Yields the texts on which a BPE is trained: every n-th text, so that about LEARNED_FROM characters remain. Args:
-    size: bytes of all texts; None: unknown, so the first LEARNED_FROM characters are used."""
+    """Yields the texts on which a BPE is trained: every n-th text, so that at most about LEARNED_FROM characters
+    remain. Args: size: bytes of all texts; None: unknown, so the first LEARNED_FROM characters are used."""
     every, taken = max(1, -(-(size or 0) // LEARNED_FROM)), 0
     for number, text in enumerate(texts):
         if number % every == 0 and taken < LEARNED_FROM:
@@ -237,8 +239,8 @@ def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
 def train_tokenizer(
     source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]
 ) -> PreTrainedTokenizerFast:
-    """Returns a BPE tokenizer that is trained on a source, from the cache if it was trained before. Used by sources
-    whose tokens are not stored under one key: mixtures and random tokens."""
+    """Returns a BPE tokenizer that is trained on a source, from the cache if it was trained before. `Mix` and `Random`
+    use this function, because the tokenizer of other sources is stored with their tokens."""
     chat = source.chat
     special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
 
@@ -315,11 +317,11 @@ def _digest():
     return hashlib.blake2b(digest_size=8)
 
 
-NO_TOKENS = _digest().digest()  # the digest of an empty document, which replaces the missing answer of a rated answer
+NO_TOKENS = _digest().digest()  # digest of the empty document in place of a missing answer (`preference.py`)
 
 
 def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -> Iterator[Encoded]:
-    """Yields the documents. If this takes longer than 2 s, a progress bar of the bytes is shown on a terminal."""
+    """Yields the documents. After 2 s, a terminal shows a progress bar in bytes."""
     with tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
         for document in documents:
             yield document
@@ -332,7 +334,7 @@ class _Bits:
 
     def __init__(self, file: Path) -> None:
         self.file, self.count, self.every = file, 0, True
-        self.waiting = np.empty(0, bool)  # bits that do not fill a byte so far
+        self.waiting = np.empty(0, bool)  # bits that do not fill a byte yet
 
     def __enter__(self) -> "_Bits":
         self.out = self.file.open("wb")

@@ -42,7 +42,7 @@ def no_field(fields: Mapping, name: str) -> BadRecord:
 
 
 def names_of(fields: Mapping) -> str:
-    """Returns the names of the first fields of a record or a message, for an error."""
+    """Returns the names of the first five fields of a record or a message, for an error."""
     return ", ".join(f'"{shown(name)}"' for name in list(fields)[:5]) or "none"
 
 
@@ -60,7 +60,7 @@ def control(name: str, token: str) -> BadRecord:
 
 
 def kind(value: object) -> str:
-    """Returns the kind of a value as messages name it, for values of the wrong type."""
+    """Returns a description of a value of the wrong type for messages, such as "a list" or "the number 3"."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,5 @@
-"""Makes documents of conversations (`data=chat`). The model learns the assistant's answers, and where each answer ends.
+"""Makes documents from conversations (`data=chat`). The model learns the assistant's answers, and where each answer
+ends.
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`. A chat template renders a conversation to one
 text, or to several texts if it renders an answer differently once later messages follow. Only the assistant's tokens,
@@ -50,7 +51,8 @@ class Chat(Encoder):
         self.source = CHATML if template == "chatml" else template and _read(template)
         self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
-        # special tokens for a tokenizer that is trained on the conversations, which comes without a chat template
+        # special tokens for a tokenizer that is trained on the conversations; it has no template, so `dress` sets
+        # ChatML
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.counts: Counter[str] = Counter()
         self.tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer that `dress` was called with
@@ -167,7 +169,7 @@ def messages_of(fields: dict, name: str) -> Messages:
 
 
 def _message(number: int, value: object) -> dict[str, Any]:
-    """Returns a copy of a message without null fields, with its content as text."""
+    """Returns a copy of a message without null fields, with its content as text; "" for an answer without content."""
     where = f"message {number}"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} must be an object with role and content, but is {kind(value)}")
@@ -251,9 +253,9 @@ def _check_weights(messages: Messages) -> None:
 
 
 def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
-    """Checks all strings of the messages and tools. A string must not contain a null character, an unpaired surrogate
-    or one of the template's control tokens (`ChatTemplate.in_text`). With a control token, the text of a user could end
-    the user's message and begin a message of the assistant.
+    """Checks all strings of the messages and tools, except roles. A string must not contain a null character, an
+    unpaired surrogate or one of the template's control tokens (`ChatTemplate.in_text`). With a control token, the text
+    of a user could end the user's message and begin a message of the assistant.
 
     Raises:
         BadRecord: a string fails these checks.

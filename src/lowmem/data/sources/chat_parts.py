@@ -14,12 +14,12 @@ Messages = list[dict[str, Any]]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the reasoning field in templates
 CALLS = ("tool_calls", "function_call")
-KNOWN = ("role", "content", "name", *REASONING, *CALLS, "tool_call_id", "id", "weight")  # known fields of messages
+KNOWN = ("role", "content", "name", *REASONING, *CALLS, "tool_call_id", "id", "weight")  # not reported by `Chat._count`
 DESCRIBED = ("name", "description")  # fields that describe a tool
 
 
 class MessagePart(NamedTuple):
-    """A value of a conversation that must be in the rendered text.
+    """A value of a conversation that a template should render.
 
     Args:
         message: the index of its message; None for a value of the record's tools.
@@ -59,7 +59,7 @@ class Replaced:
     def __init__(self, messages: Messages, tools: list | None, only: int | None = None, of: int | None = None) -> None:
         self.parts: list[MessagePart] = []
         self._only, self._of, self._place = only, of, (None, "")
-        called: set[str] = set()  # names of the functions that the last answer before a message calls
+        called: set[str] = set()  # names of the functions that the last answer before the message calls
         self.messages = []
         for i, message in enumerate(messages):
             self.messages.append(self._message(i, message, called))

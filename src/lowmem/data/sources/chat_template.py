@@ -59,7 +59,8 @@ class Rendered(NamedTuple):
 
 @dataclass
 class RenderedPrefix:
-    """A rendered text that becomes a row, with the spans of the answers that are learned from it.
+    """A rendered text with the spans of the answers that are learned from it. It becomes a row if it has at least one
+    such answer.
 
     Args:
         text: the rendering of the first `count` messages.
@@ -125,8 +126,9 @@ class ChatTemplate:
         )
 
     def in_text(self, text: str, by_assistant: bool) -> str | None:
-        """Returns the first control token in a text, or None. An assistant's text may contain control tokens that are
-        not special tokens, such as <think>."""
+        """Returns the first control token in a text, or None. Control tokens are the special tokens, and added tokens
+        that occur in the template. An assistant's text may contain control tokens that are not special, such as
+        <think>."""
         match = (self.special if by_assistant else self.control).search(text)
         return match and match[0]
 
@@ -167,11 +169,11 @@ class ChatTemplate:
     def _rows(
         self, messages: Messages, tools: list | None, answers: Sequence[int], full: RenderedPrefix
     ) -> list[RenderedPrefix]:
-        """Returns the rows of a conversation, the longest first.
+        """Returns the rows of a conversation, the row with the most messages first.
 
         Args:
-            full: the rendering of the full conversation, which is a row if it contains the last answer as the model
-                generates it.
+            full: the rendering of the full conversation, which is one of the rows if it contains the last learned
+                answer as the model generates it.
         """
         rows = [full]
         for i in reversed(answers):
@@ -202,7 +204,8 @@ class ChatTemplate:
         return Rendered(row.text, spans, len(row.spans), tuple(sorted(written)))
 
     def _own_row(self, messages: Messages, tools: list | None, i: int, full: RenderedPrefix) -> RenderedPrefix:
-        """Returns a row that ends with answer `i`: the rendering of the messages up to this answer."""
+        """Returns a row that ends with answer `i`, with the span of this answer. Its text is the rendering of the
+        messages up to this answer, unless `_asked_otherwise` changes it."""
         if i + 1 == full.count:
             text, tags = full.text, full.tags
         else:
@@ -217,10 +220,10 @@ class ChatTemplate:
     def _asked_otherwise(
         self, messages: Messages, tools: list | None, i: int, prompt: str, row: RenderedPrefix
     ) -> RenderedPrefix:
-        """Returns the row of an answer whose rendering does not begin with its generation prompt. If only the header
-        differs, for example because the generation prompt opens a thought, the answer begins where the two texts
-        differ. If the template renders the context differently, the answer is appended to the generation prompt, as at
-        inference."""
+        """Returns the row of answer `i`, for a rendering that does not begin with the answer's generation prompt. If
+        only the header differs, for example because the generation prompt opens a thought, the answer begins where the
+        two texts differ. If the template renders the context differently, the answer is appended to the generation
+        prompt, as at inference."""
         text, other = row.text, self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         others = Replaced(messages[:i], tools)
         header = len(prompt) - _alike_at_end(prompt, self.rendering(others.messages, others.tools, True)[0])
@@ -248,7 +251,7 @@ class ChatTemplate:
 
     def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
         """Returns the position at which answer `i`, the last answer of a text, ends: after the first run of control
-        tokens that follows the answer's parts."""
+        tokens that follows the answer's parts, or else at the end of the text."""
         other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)
@@ -281,8 +284,8 @@ class ChatTemplate:
         return objects, text, spans
 
     def _others(self, messages: Messages, tools: list | None, text: str) -> tuple[Messages, str]:
-        """Returns a copy of the conversation with replaced values, and its rendering. In the copy only calls look like
-        arguments, whereas a message of the original may quote arguments.
+        """Returns a copy of the conversation with replaced values, and its rendering. If this rendering contains the
+        arguments of a call, the template has rendered them; in the original, a message may quote the same text.
 
         Args:
             text: the rendering of the original, returned if the template refuses the replaced values.
@@ -327,7 +330,8 @@ class ChatTemplate:
         return None
 
     def _shown(self, other: Replaced, row: RenderedPrefix) -> tuple[str, list[Span]]:
-        """Renders another conversation in the same way as a row."""
+        """Renders another conversation in the same way as a row. For a row with `asked`, the text of the generation
+        prompt is appended."""
         text, tags = self.rendering(other.messages, other.tools)
         if row.asked:
             text += self.rendering(other.messages[:-1], other.tools, True)[0]
@@ -341,7 +345,8 @@ class ChatTemplate:
             return False
 
     def _check_roles(self, messages: Messages, tools: list | None, text: str) -> None:
-        """Refuses a role that does not change the rendered text. Each role is checked once."""
+        """Refuses a role that does not change the rendered text. A role that has changed a text once is not checked
+        again."""
         for i, message in enumerate(messages):
             role = message["role"]
             if role in self.roles or not message["content"].strip():

@@ -111,7 +111,7 @@ class ChatTokens:
                 f"header into one token, so the loss would include a part of the template; {instead}"
             )
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.template.controls:
-            stop += 1  # some tokens include the whitespace after them
+            stop += 1  # a control token that includes the whitespace after it (rstrip) may extend past `end`
         # templates write whitespace after the token that ends an answer, sometimes inside their generation tag
         last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.stops), stop - 1)
         return begin, stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1

@@ -3,13 +3,14 @@ sources in `text_files.py` and `records.py` call this module; a conversation is 
 
 Documents are framed as the tokenizer's own call, `tokenizer(text)`, frames a text. A document begins with the tokens
 that this call puts before a text, such as <s>; these tokens are not learned. The document ends with the tokens that the
-call appends, or else with the end-of-text token. So training, samples, `generate=` and users of the exported tokenizer
-get identical ids. `data.bos=true` or false changes the tokenizer itself, before the first text is encoded.
+call appends or, if it appends none, with the end-of-text token. So training, samples, `generate=` and users of the
+exported tokenizer get identical ids for a text. `data.bos=true` or false changes the tokenizer itself, before the first
+text is encoded. Only data.bos=older frames documents differently (see `OLDER` in source.py).
 
 At inference the prompt is encoded without a completion, and training should use the same prompt ids. So prompt and
 completion are encoded together if the joint ids begin with the ids of the prompt. Otherwise the completion is encoded
-after one of LEADS, and the ids of this lead are removed. A completion that is encoded without a lead may begin with a
-wrong space, because SentencePiece tokenizers put a space before every text."""
+after one of LEADS, and the ids of this lead are removed. Without a lead, the completion may begin with a wrong space,
+because SentencePiece tokenizers put a space before every text."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 # test texts: the ids that the tokenizer's own call adds before and after such a text are the ids that frame documents
 MARKERS = ("a", "A", "1", ".")
 MOST_MARKERS = 1000  # number of vocabulary entries that are tried after MARKERS
-# Texts that are put before a completion to encode it. After some of these texts, the tokenizer does not insert a space.
+# Texts that are put before a completion to encode it. After some of them, the tokenizer does not insert a space.
 LEADS = ("", "\n", ".", "0", "a", "A")
 SHOWN = 12  # characters of a text that a message shows
 PLAIN = "One  two,\n\tThree."  # text that shows whether a tokenizer preserves its input
@@ -72,8 +73,8 @@ class Framing(NamedTuple):
 
 
 def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | str = "auto") -> Framing:
-    """Returns the tokens that begin and end documents. Args: tokenizer: its begin-of-text token has already been set by
-    `dress`; bos: `data.bos`, of which only the value "older" changes the result."""
+    """Returns the tokens that begin and end documents. Args: tokenizer: a tokenizer whose begin-of-text token `dress`
+    has already set; bos: `data.bos`, of which only the value "older" changes the result."""
     end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if bos == OLDER:
         return Framing([], end_of_text, apart=True)
@@ -129,8 +130,8 @@ def answer_documents(
 def _continuation(
     tokenizer: PreTrainedTokenizerBase, before: np.ndarray, whole: np.ndarray, prompt: str, completion: str
 ) -> np.ndarray | BadRecord:
-    """Returns the ids of a completion, such that the ids of the prompt followed by these ids decode to both texts. If
-    there are no such ids, returns a BadRecord.
+    """Returns the ids of a completion. The ids of the prompt followed by these ids decode to prompt + completion, or to
+    the text to which `whole` decodes. Returns a BadRecord if there are no such ids.
 
     Args:
         before: ids of the prompt.
@@ -188,7 +189,8 @@ def _begin_with_bos(tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:
 
 def _post_processor(tokenizer: PreTrainedTokenizerBase, begin: list[int], end: list[int]) -> Processors:
     """Returns a post-processor that adds the tokens `begin` and `end` to a text. The post-processor is built from JSON,
-    because names of tokens may contain colons, which separate tokens in the text form of a template."""
+    because names of tokens may contain colons, and in the text form of a template a colon separates a token from its
+    type id."""
     backend = tokenizer.backend_tokenizer
     now = json.loads(backend.post_processor.__getstate__()) if backend.post_processor else {}
     kept = [one for one in now.get("processors", [now]) if one.get("type") == "ByteLevel"]  # ByteLevel adjusts offsets

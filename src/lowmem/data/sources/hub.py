@@ -2,9 +2,9 @@
 set of the hub is streamed, without a complete download.
 
 `datasets` finds the files of a split and streams them, without an Arrow copy on disk. It guesses the types of columns
-of csv and JSON: 007 becomes a number, NA becomes null, and 2024-05-01 a date. So csv and JSON-lines files of a local
-folder are read with the readers of data=csv and data=jsonl instead. One row group of a parquet file is in memory at a
-time; row groups are small in data sets of the hub.
+of csv and JSON: 007 becomes a number, NA becomes null, and 2024-05-01 a date. So if all files of a split in a local
+folder are csv, or all are JSON lines, the readers of data=csv or data=jsonl read them instead. One row group of a
+parquet file is in memory at a time; row groups are small in data sets of the hub.
 
 Without data.streaming, all rows are tokenized once into the token store, and order, resume and packing work as with
 files. With data.streaming, nothing is stored on disk (stream.py).
@@ -29,8 +29,7 @@ from lowmem.data.stream import Stream
 from lowmem.system.errors import Refused, first_line, refuse_gated
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# extensions of files in a folder: the readers of data=csv and data=jsonl read these files, and `datasets` reads all
-# other files
+# extensions of files in a folder that the readers of data=csv and data=jsonl read; `datasets` reads all other files
 TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}
 # Settings in the README of a data set that the readers of data=csv and data=jsonl support, too.
 PLAIN = {"name", "version", "description", "data_dir", "data_files", "sep", "delimiter"}
@@ -60,10 +59,11 @@ def hub(  # noqa: PLR0913
 
 
 class FileRows:
-    """Iterates over the records of a split's files. Like datasets.IterableDataset, it saves its position with
-    `state_dict` and restores it with `load_state_dict`.
+    """Iterates over the records of a split's files, from the current position on. As with datasets.IterableDataset,
+    `state_dict` returns the position and `load_state_dict` restores it.
 
     Args:
+        root: folder to which the file names in messages are relative.
         read: yields the records of a file.
     """
 
@@ -183,7 +183,8 @@ class Table(Reader):
             return rows
 
     def _file_rows(self, name: str) -> FileRows | None:
-        """Returns the rows of a folder's split if its files are plain csv or JSON lines, else None."""
+        """Returns the rows of a folder's split if all of its files are csv, or all are JSON lines, and the README has
+        no setting outside of PLAIN, else None."""
         import datasets
 
         config = datasets.load_dataset_builder(self.path, self.subset).config

@@ -4,7 +4,7 @@ A cut may change tokens: " " and "b", encoded separately, never give the token "
 line that ends in a visible character and a line that begins with an ASCII letter, where common pre-tokenizers begin a
 word. Each cut is also tested: the text around it must have identical ids with and without the cut. If the first PROOFS
 tests all fail, texts are not cut for this tokenizer. This happens with SentencePiece tokenizers, which put a mark
-before every text.
+before every text. Texts are not cut for slow tokenizers either.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE = 1 << 15  # minimum characters of a piece, so that a batch has several pieces for each core
+PIECE = 1 << 15  # minimum characters of a piece, except the last; a batch has several such pieces per core
 BATCH = 1 << 20  # bytes of text encoded at once; each token, even of one byte, takes over 100 bytes of memory
 EACH = 32  # bytes that are added to the size of each text, for the object that contains its tokens
 AROUND = 128  # characters on each side of a cut that are encoded to test the cut
-PROOFS = 8  # number of tests: if each of the first 8 cuts changes tokens, no more cuts are tried
+PROOFS = 8  # number of tests: if each of the first PROOFS cuts changes tokens, no more cuts are tried
 CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
 T = TypeVar("T")
 

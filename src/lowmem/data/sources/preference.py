@@ -7,7 +7,7 @@ or all are lists of messages; the first record with an answer decides which of t
 
 A record becomes two documents of the token store, the prompt with each answer (`data/pairs.py`), in which the answer is
 learned. For a single rated answer, an empty document takes the place of the other answer. Texts are encoded like a
-prompt and a completion of `data=jsonl`, and messages are encoded as in `data=chat`.
+prompt and a completion of `data=jsonl`, and messages like a conversation of `data=chat`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ NOTHING = Encoded([], np.zeros(0, bool), 0)  # the empty document in place of a 
 
 
 class Fields(NamedTuple):
-    """The names of a record's fields. Args: prompt: None: the common beginning of both answers is the prompt."""
+    """The names of a record's fields. Args: prompt: None: the prompt of texts is the common beginning of both answers,
+    and the prompt of messages is all messages before the answer."""
 
     prompt: str | None
     chosen: str
@@ -71,7 +72,8 @@ class Fields(NamedTuple):
     label: str
 
     def checked(self) -> Fields:
-        """Returns the names unchanged. Raises Refused for a missing name, or for a name that two fields share."""
+        """Returns the names unchanged. Raises Refused if a name other than `prompt` is missing, or if two fields share
+        a name."""
         for key, name in self._asdict().items():
             if name is None and key != "prompt":
                 raise Refused(f"data.{key}=null: type data.{key}=<a field>. Records may lack this field.")
@@ -88,7 +90,8 @@ class Fields(NamedTuple):
         )
 
     def answered(self, fields: dict) -> str | None:
-        """Returns the name of a record's first answer field, or None if the record has no answer."""
+        """Returns the name of the first field that contains an answer (text, a message or messages), or None if the
+        record has no answer."""
         names = self.chosen, self.messages, self.completion
         return next((name for name in names if isinstance(fields.get(name), str | list | dict)), None)
 
@@ -160,7 +163,8 @@ class Preference(Records):
 
 class ByPrompt(Reader):
     """Wraps a reader to hold out prompts instead of single records. Several records may share a prompt (ranked answers
-    make several pairs); without this class, one of these records could be in training and another in validation."""
+    make several pairs); without this class, one of these records could be in training and another in validation. Args:
+    least: minimum number of different prompts that are held out, see `records.held_out`."""
 
     held_out_are = "prompts"
 
@@ -225,8 +229,8 @@ def _first_record(reader: Reader, fields: Fields) -> dict:
 
 
 class AnswerEncoder(Encoder):
-    """The encoder of records with two answers or a single rated answer. It makes two documents of each record, the
-    better answer first.
+    """The encoder of records with two answers or a single rated answer. It makes two documents of each record: first
+    the document of the chosen or desirable answer, then that of the rejected or undesirable answer.
 
     Args:
         names: names of the record's fields.
@@ -386,8 +390,8 @@ class AnswerEncoder(Encoder):
 
     def _continued(self, prompt: object, name: str, answer: object) -> object:
         """Returns the messages of a prompt followed by its answer. If the answer already contains the prompt, or begins
-        with the last messages of the prompt, these messages are not repeated. An answer that is not a list is returned
-        unchanged, so that its encoder refuses it.
+        with the last messages of the prompt, these messages are not repeated. Without a prompt, returns only the
+        answer. An answer that is not a list is returned unchanged, so that its encoder refuses it.
 
         Raises:
             BadRecord: the prompt ends with a user message, and the answer begins with a different user message.
@@ -411,8 +415,9 @@ class AnswerEncoder(Encoder):
         return [*prompt, *messages]
 
     def _check_ends(self, both: Mapping[str, object]) -> None:
-        """Checks that each conversation has a message before the answer, and ends with an answer of the assistant. With
-        data.assistant=all, this answer must not be empty.
+        """Checks that each conversation ends with an answer of the assistant. If data.prompt names a field, a message
+        of another role than assistant or tool must come before the answer. With data.assistant=all, the last answer
+        must not be empty.
 
         Args:
             both: conversations by the names of their fields.
@@ -432,7 +437,7 @@ class AnswerEncoder(Encoder):
 
 def _listed(value: object) -> object:
     """Returns a list of messages without the null fields that tables add to their messages. A single message becomes a
-    list, and a list in JSON text is parsed. Any other value is returned unchanged."""
+    list, and JSON text with a message or a list of messages is parsed. Any other value is returned unchanged."""
     read = read_json(value)
     messages = [read] if isinstance(read, dict) else read
     is_text = isinstance(value, str) and not (isinstance(messages, list) and messages and all(map(_role, messages)))

@@ -1,6 +1,5 @@
-"""Helpers of all sources that read files. They read text files in blocks of characters, so that a complete file is
-never in memory. They also cut a text in two, compute the digests of files, and run an iterator in a second thread
-(`ahead`)."""
+"""Helpers for reading files. Text files are read in blocks of characters, so that a complete file is never in memory.
+Other helpers cut a text in two, compute the digests of files, and run an iterator in a second thread (`ahead`)."""
 
 import codecs
 import hashlib
@@ -107,9 +106,9 @@ def is_text(file: Path) -> bool:
 
 def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
     """Returns the number of characters at the beginning of a text that are training text. The remaining characters, a
-    share of about `tail`, are validation text. The text is cut at the end of a paragraph, or else of a line, or else of
-    a word: the last such end before the exact share, at most the length of the validation text away. If there is no
-    such end, the text is cut at the exact share.
+    share of about `tail`, are validation text. The exact position of the cut is moved back to the last end of a
+    paragraph before it, or else of a line, or else of a word. The cut moves by at most the length of the validation
+    text, and does not move if there is no such end.
 
     Args:
         text: returns the blocks of the text; called twice.

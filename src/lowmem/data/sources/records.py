@@ -1,5 +1,5 @@
 """Turns records into documents. A `Reader` yields each record's fields and location, and an `Encoder` tokenizes the
-fields. The sources of JSON lines, tables, data sets of the hub and preference data are `Records` with their own readers
+fields. The sources of JSON lines, tables, data sets of the hub and preference data are `Records` with different readers
 and encoders.
 
 Error messages name the file and the line or row of a record. With data.skip_bad=true, records that cannot be used are
@@ -45,14 +45,14 @@ SMALLEST = 512
 class Record(NamedTuple):
     where: str  # such as "notes.jsonl, line 3"
     fields: dict | BadRecord  # BadRecord: the line or row is not a record
-    identity: bytes = b""  # equal for equal records, also across files
+    identity: bytes = b""  # equal records have equal identities, also across files
 
 
 class Reader:
     """The base class of readers of records.
 
     Args:
-        val_from_train: both splits come from the same records; the share `val_fraction` of them is held out for
+        val_from_train: both splits come from the same records; about the share `val_fraction` of them is held out for
             validation.
     """
 
@@ -65,8 +65,8 @@ class Reader:
         self.val_from_train, self.val_fraction = val_from_train, val_fraction
 
     def key(self) -> list:
-        """Returns this reader's part of the cache key: lists, texts and numbers that depend on the contents, and on the
-        settings that change the records."""
+        """Returns this reader's part of the cache key: values that JSON can represent, which depend on the contents and
+        on the settings that change the records."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
@@ -134,7 +134,7 @@ class Records(StoredSource):
     """A source that consists of a reader and an encoder.
 
     Args:
-        name: name of the yaml in conf/data, such as jsonl.
+        name: name of the yaml in conf/data, such as jsonl; prefix of the cache folder's name.
         packing, too_long, bos: see `Source`.
         skip_bad: leave out records that cannot be used, and count them; otherwise the first such record is refused.
     """
@@ -285,8 +285,8 @@ def records(  # noqa: PLR0913
     bos: bool | str = "auto",
     **chat: str | None,
 ) -> Records:
-    """Returns the source of a reader, from the keys that all yamls of records share. Args: chat: arguments of
-    `Chat`."""
+    """Returns the source with this reader, and with an encoder that the keys select (see `encoder`). Args: chat:
+    further arguments of `Chat`."""
     fields = encoder(field, prompt, completion, messages, bos, **chat)
     return Records(reader, fields, name, packing, too_long, skip_bad, bos)
 
@@ -396,7 +396,7 @@ def encoder(
 
     Args:
         bos: see `Source`.
-        chat: further arguments for conversations.
+        chat: further arguments of `Chat`.
 
     Raises:
         Refused: keys of several encoders are typed, a key is missing, or data.bos or data.template cannot be used.
@@ -431,14 +431,14 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
 
 
 def begins_with(text: str, prompt: str) -> bool:
-    """Returns whether a text repeats a prompt, ignoring whitespace around both."""
+    """Returns whether a text begins with a prompt that is not blank, ignoring whitespace around both."""
     return bool(prompt.strip()) and text.lstrip().startswith(prompt.strip())
 
 
 def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> float:
     """Returns the threshold for `place`: records with a smaller hash are held out for validation. The threshold is
     `val_fraction`, unless fewer than `least` different records would be held out. Then the threshold is raised until
-    `least` are held out, or half of the different records if these are fewer, but at least one record."""
+    `least` different records are held out, or half of all different records if that is fewer, but at least one."""
     lowest: list[float] = []  # the smallest hashes (`place`) of different records, ascending
     for record in records:
         number = place(record)
@@ -451,6 +451,6 @@ def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> f
 
 
 def place(record: bytes) -> float:
-    """Returns a stable hash of a record, from 0 to 1. Records with a hash below the threshold from `held_out` are
-    validation. So adding data does not move a record to the other split, unless the threshold changes."""
+    """Returns a stable hash of a record, from 0 to 1. Records with a hash below the threshold from `held_out` are held
+    out. So adding data does not move a record to the other split, unless the threshold changes."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64

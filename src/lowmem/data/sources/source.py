@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 SplitName = Literal["train", "val"]
 # value of data.bos for runs that an earlier version of lowmem started: texts have no begin-of-text token, and
-# completions are encoded separately
+# completions are encoded separately from their prompts
 OLDER = "older"
-# a constant in cache keys: in earlier versions it had other values if records with control tokens were accepted
+# a constant in cache keys, in place of a setting of earlier versions that could accept records with control tokens
 REFUSE = "refuse"
 
 
@@ -47,13 +47,14 @@ class ChatFormat(Protocol):
 
 
 class Encoder:
-    """The base class of encoders, which make documents of the fields of records: texts in `records.py`, conversations
+    """The base class of encoders, which make documents from the fields of records: texts in `records.py`, conversations
     in `chat.py`, preferences in `preference.py`."""
 
     chat: ChatFormat | None = None
 
     def key(self) -> list:
-        """Returns the settings that change the tokens, as texts and numbers. They are a part of the cache key."""
+        """Returns the settings that change the tokens, as values that JSON can represent. They are a part of the cache
+        key."""
         raise NotImplementedError
 
     def text(self, fields: dict) -> str:
@@ -65,8 +66,8 @@ class Encoder:
         raise NotImplementedError
 
     def repeats_prompt(self, fields: dict) -> str | None:
-        """Returns advice if the answers of a record repeat its prompt, else None. The model would read a repeated
-        prompt twice, and learn to generate it."""
+        """Returns advice for the user if the answers of a record repeat its prompt, else None. The model would read a
+        repeated prompt twice, and learn to generate it."""
         return None
 
     def encode(
@@ -77,11 +78,11 @@ class Encoder:
         raise NotImplementedError
 
     def count(self, fields: dict) -> int:
-        """Returns the number of documents of a record; 0 if the record cannot be used or the number is unknown."""
+        """Returns the number of documents of a record that can be used; 0 if this number is unknown."""
         return 1
 
     def remarks(self) -> Counter[str]:
-        """Returns remarks for the log about records encoded since the last call, with their counts."""
+        """Returns remarks for the log about the records that were encoded since the last call, with their counts."""
         return Counter()
 
 
@@ -92,19 +93,20 @@ class Source:
     name: str  # prefix of the cache folder's name
     packing = "joined"  # how documents become rows: joined, documents or padded
     too_long = "cut"  # how documents longer than a row are handled: cut, drop or refuse
-    chat: ChatFormat | None = None  # the format of conversations
+    chat: ChatFormat | None = None  # the format of conversations; None: no conversations
     # True or False: texts begin with or without the begin-of-text token; auto: as in `tokenizer(text)`; older: see
     # OLDER
     bos: bool | str = "auto"
     streams = False  # True: a stream, whose number of rows is unknown
 
     def key(self) -> list:
-        """Returns this source's part of the cache key: lists, texts and numbers that depend on the contents, and on the
-        settings that change the tokens."""
+        """Returns this source's part of the cache key: values that JSON can represent, which depend on the contents and
+        on the settings that change the tokens."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
-        """Returns the approximate number of bytes to read, for the progress bar; None: unknown."""
+        """Returns the approximate number of bytes of a split, for the progress bar and the choice of texts that train a
+        BPE; None: unknown."""
         raise NotImplementedError
 
     def texts(self) -> Iterator[str]:
@@ -112,7 +114,8 @@ class Source:
         raise NotImplementedError
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-        """Yields every document in order; each call starts again. The token store (`data/token_store.py`) calls this.
+        """Yields every document of a split in order, a long document in several parts; each call starts again. The
+        token store (`data/token_store.py`) calls this.
 
         Raises:
             Refused: a file cannot be read or is not text, a record cannot be used, or the split is empty.

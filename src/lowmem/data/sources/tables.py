@@ -2,9 +2,9 @@
 that neither a complete file nor a row group is in memory.
 
 This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`. `datasets` reads csv with pandas,
-which turns an empty text or "NA" into null and 1.0 into a number, and reads parquet with a scanner that keeps full row
-groups in memory. For row groups of 256 MB, memory grows by 300 MB with `datasets`, and by 20 MB with this module.
-`datasets` is used for data sets of the hub (hub.py).
+which turns an empty text or "NA" into null and 1.0 into a number. `datasets` reads parquet with a scanner that keeps
+full row groups in memory. For row groups of 256 MB, memory grows by 300 MB with `datasets`, and by 20 MB with this
+module. `datasets` is used for data sets of the hub (hub.py).
 """
 
 import codecs
@@ -54,8 +54,9 @@ def columns_of(how: dict) -> list[str]:
 
 
 def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Record]:
-    """Yields the rows of a table whose first line has the names of columns. A row is identified by the number of its
-    last line.
+    """Yields the rows of a table whose first non-empty line has the names of columns. Each record has all columns, and
+    its `where` is the number of the row's last line. The fields of a row with too many or too few cells are a
+    BadRecord.
 
     Raises:
         Refused: the file cannot be read or is not valid UTF-8; a column is missing or not unique; or a quotation mark

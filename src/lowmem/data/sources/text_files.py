@@ -40,12 +40,12 @@ RECORDS = {".jsonl", ".ndjson"}  # files of records: read as text, a model would
 
 @dataclass(frozen=True)
 class Corpus(StoredSource):
-    """A source of text files, each of which is a document.
+    """A source of text files. Each file is a document.
 
     Args:
-        on_error: what to do with files that are not valid UTF-8: `refuse` the run, `skip` the file, or `replace`
-            invalid bytes by U+FFFD.
-        tail: share of the text that is validation, if `train` and `val` are the same single file.
+        on_error: what to do with files that are not valid UTF-8 or contain zero bytes: `refuse` the run, `skip` the
+            file, or `replace` these bytes by U+FFFD.
+        tail: share of the text that is validation, if `train` and `val` are the same single file; None otherwise.
         packing, too_long, bos: see `Source`.
     """
 
@@ -184,7 +184,8 @@ def find_files(
     val_path: str | Sequence[str] | None = None,
     usable: Callable[[list[Path]], list[Path]] = list,
 ) -> Files:
-    """Finds the files of `data.path` and `data.val_path`, or selects some files of `data.path` for validation.
+    """Finds the files of `data.path` and `data.val_path`. Without `data.val_path`, divides the files of `data.path` by
+    `split`.
 
     Args:
         val_path: one or several paths. The files of the first path are the validation split; the files of all paths are

@@ -118,7 +118,7 @@ def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
 
 
 def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
-    """Opens a source of the mixture. Its name is added to refusals."""
+    """Opens a source of the mixture. Refusals name the source."""
     try:
         return source.opened(wanted)
     except Refused as error:

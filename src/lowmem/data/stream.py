@@ -226,7 +226,7 @@ class StreamLoader(WindowLoader):
             yield self._window(type(read[0]).concatenated(read), rows_per_step, end)
 
     def _window(self, batch: MicroBatch, rows_per_step: int, end: Position) -> Window:
-        """Cuts the rows of a window into micro-batches."""
+        """Cuts the rows of a window into micro-batches, and keeps this device's share of each."""
         rows = rows_per_step * batch.ROWS
         cut = (batch.each(lambda tensor, at=at: tensor[at : at + rows]) for at in range(0, len(batch.input_ids), rows))
         micro_batches = [self.share.rows_of(micro_batch) for micro_batch in cut]

@@ -51,7 +51,7 @@ class Chat(Encoder):
         self.source = CHATML if template == "chatml" else template and _read(template)
         self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
-        # special tokens for a tokenizer that is trained on the conversations; it has no template, so `dress` sets
+        # special tokens for a tokenizer that is trained on the conversations: it has no template, so `dress` sets
         # ChatML
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.counts: Counter[str] = Counter()

@@ -6,8 +6,8 @@ of csv and JSON: 007 becomes a number, NA becomes null, and 2024-05-01 a date. S
 folder are csv, or all are JSON lines, the readers of data=csv or data=jsonl read them instead. One row group of a
 parquet file is in memory at a time; row groups are small in data sets of the hub.
 
-Without data.streaming, all rows are tokenized once into the token store, and order, resume and packing work as with
-files. With data.streaming, nothing is stored on disk (stream.py).
+Without data.streaming, all rows are tokenized once into the token store. The order of rows, resume and packing then
+work as with files. With data.streaming, nothing is stored on disk (stream.py).
 """
 
 import os
@@ -183,8 +183,8 @@ class Table(Reader):
             return rows
 
     def _file_rows(self, name: str) -> FileRows | None:
-        """Returns the rows of a folder's split if all of its files are csv, or all are JSON lines, and the README has
-        no setting outside of PLAIN, else None."""
+        """Returns the rows of a folder's split if its files are all csv or all JSON lines, and the README has only
+        settings of PLAIN. Otherwise returns None."""
         import datasets
 
         config = datasets.load_dataset_builder(self.path, self.subset).config
@@ -198,7 +198,7 @@ class Table(Reader):
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Context manager that turns the errors of `datasets` and of the hub into refusals, since users can fix their
+        """Context manager that turns errors of `datasets` and of the hub into refusals, since users can fix the
         causes."""
         try:
             yield

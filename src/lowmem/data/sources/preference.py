@@ -163,8 +163,9 @@ class Preference(Records):
 
 class ByPrompt(Reader):
     """Wraps a reader to hold out prompts instead of single records. Several records may share a prompt (ranked answers
-    make several pairs); without this class, one of these records could be in training and another in validation. Args:
-    least: minimum number of different prompts that are held out, see `records.held_out`."""
+    make several pairs); without this class, one of these records could be in training and another in validation.
+    Records of texts without a prompt are held out one by one. Args: least: minimum number of different prompts that are
+    held out, see `records.held_out`."""
 
     held_out_are = "prompts"
 
@@ -337,7 +338,8 @@ class AnswerEncoder(Encoder):
         field.
 
         Raises:
-            BadRecord: a field is missing, texts and messages are mixed, or a rating is invalid.
+            BadRecord: a field is missing, a rating is invalid, or the texts or messages of the record do not fit
+                together.
         """
         names = self.names
         if self.fields.rates(fields):

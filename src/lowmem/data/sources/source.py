@@ -114,8 +114,8 @@ class Source:
         raise NotImplementedError
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-        """Yields every document of a split in order, a long document in several parts; each call starts again. The
-        token store (`data/token_store.py`) calls this.
+        """Yields the documents of a split in order, long documents in several parts. Each call starts again. The token
+        store (`data/token_store.py`) calls this.
 
         Raises:
             Refused: a file cannot be read or is not text, a record cannot be used, or the split is empty.

@@ -4,7 +4,7 @@ that neither a complete file nor a row group is in memory.
 This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`. `datasets` reads csv with pandas,
 which turns an empty text or "NA" into null and 1.0 into a number. `datasets` reads parquet with a scanner that keeps
 full row groups in memory. For row groups of 256 MB, memory grows by 300 MB with `datasets`, and by 20 MB with this
-module. `datasets` is used for data sets of the hub (hub.py).
+module. Only hub.py uses `datasets`.
 """
 
 import codecs

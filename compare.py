@@ -1,7 +1,7 @@
 """Compare runs: python compare.py multirun/2026-01-31/12-00-00
 
-It takes run folders, or folders with runs below them, prints a table, and writes comparison.csv and comparison.html, a
-single page that needs no network.
+The arguments are run folders, or folders that contain runs. Prints a table, and writes comparison.csv and
+comparison.html, a single page that needs no network.
 """
 
 from lowmem.report.compare.compare import main

@@ -1,6 +1,6 @@
 """Predict which recipes fit on a card: python plan.py model=gpt2-xl gpu=12GiB ram=32GiB
 
-It takes every override of train.py, and the keys of conf/plan.yaml, such as gpu, ram and search.
+Accepts every override of train.py, and the keys of conf/plan.yaml, such as gpu, ram and search.
 """
 
 import hydra

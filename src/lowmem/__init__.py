@@ -2,7 +2,6 @@
 
 import logging
 
-# When they are imported, torchao and bitsandbytes log kernels for other machines that they cannot load. Hide these
-# messages.
+# On import, torchao and bitsandbytes log which kernels they cannot load on this machine. Hide these messages.
 for _name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
     logging.getLogger(_name).setLevel(logging.ERROR)

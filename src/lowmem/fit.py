@@ -58,7 +58,7 @@ def fit(
         overrides: the overrides that the user typed, for the summary.
 
     Returns:
-        The contents of summary.json, or an empty dictionary if data was only shown.
+        The run's summary, as in summary.json; an empty dictionary if data was only shown.
 
     Raises:
         Refused: the run cannot work, or is out of memory. The message says why and what to type.
@@ -73,7 +73,7 @@ def fit(
     with process_group(run) as ranks:
         if ranks.rank == 0:
             hints.tell_folders(run, output_dir)
-        saved = find_checkpoint(run, output_dir, ranks)  # before a plan is made
+        saved = find_checkpoint(run, output_dir, ranks)  # first, to refuse an unusable checkpoint early
         command = _with_lines(command, lines_of_older(run, saved))
         with ranks.rank_0_first("count the rows"):  # the other ranks read cache files that rank 0 writes
             command, texts = _counted(command, ranks)
@@ -97,8 +97,12 @@ def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
 
 
 def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
-    """Replaces epochs= by max_steps=, the number of optimizer steps in these epochs. Counting needs the tokenized data,
-    so the open data are returned for later use; None: epochs= is not set, or nothing is trained."""
+    """Replaces epochs= by max_steps=, the number of optimizer steps in these epochs.
+
+    Returns:
+        The command, and the tokenized data, which are opened to count the steps. Without epochs=, and with evaluate= or
+        export=: the unchanged command, and None.
+    """
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
         return command, None
@@ -110,8 +114,8 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
 
 
 def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Resolves plan= and batch_size=auto, checks the predicted memory, and trains. Raises: Refused: no recipe or batch
-    size fits, the run needs more memory than there is, or training failed."""
+    """Resolves plan= and batch_size=auto, checks the predicted memory, trains, and writes the results. Raises: Refused:
+    no recipe or batch size fits, the run needs more memory than there is, or training failed."""
     loading.check_architecture(command.run)
     if ranks.rank == 0:
         hints.tell_lr(command.run)
@@ -146,8 +150,8 @@ def _evaluate(command: Command, task: Task, ranks: OneDevice, texts: build.Texts
 
 
 def _export(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Writes model/ of a run. If the command writes into the run folder itself, it changes no other file, but may
-    remove the mark of a failure. If the command writes into another folder, this folder also gets summary.json."""
+    """Writes model/ of a run. If the command writes into the run folder itself, it changes no other file, except that
+    it removes failed.txt if the run is complete. Any other folder also gets summary.json."""
     command, evaluated = _unplanned(command), summary_of(task.saved)
     in_place = command.folder.resolve() == task.saved.run.resolve()
     with (
@@ -187,6 +191,7 @@ def _training(
 
     Raises:
         OutOfMemory: the run is out of memory, here or inside the `with` block. The message says what to try.
+        Refused: see `training_session`.
         OSError: a file cannot be read or written. If the disk is full, the error names a file, or at least the run
             folder.
     """
@@ -218,7 +223,7 @@ def _left(training: Training, command: Command, task: Task, summary: dict, finis
     the settings ask for this. An interrupted run, and an evaluation without resume=, write no model.
 
     Args:
-        finished: the run is complete, so a mark of failure that an earlier attempt left in the folder is removed.
+        finished: True if the run is complete. Then failed.txt, which an earlier attempt may have left, is removed.
 
     Returns:
         The summary.

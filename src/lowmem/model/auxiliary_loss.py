@@ -9,9 +9,9 @@ model returns is then only the auxiliary loss.
 The loss is proportional to a sum over experts: the share of tokens that are routed to the expert, times the expert's
 mean router probability. Both factors are means over the real tokens of a micro-batch, including prompts but not
 padding. To exclude padding, the model gets an attention mask that marks the real tokens. A second hook removes the mask
-before the model's body, where attention would use it. The loss of a window is the mean over its micro-batches, weighted
-by the number of tokens with a label. This mean is not equal to the loss of the concatenated micro-batches. Source:
-Fedus et al. 2021, arXiv 2101.03961.
+before the call of the model's body, whose attention would use it. The loss of a window is the mean over its
+micro-batches, weighted by `MicroBatch.weight`, such as the number of tokens with a label. This mean is not equal to the
+loss of the concatenated micro-batches. Source: Fedus et al. 2021, arXiv 2101.03961.
 """
 
 import torch
@@ -26,7 +26,7 @@ class AuxiliaryLoss:
 
     def __init__(self, model: nn.Module) -> None:
         self._last: Tensor | None = None  # the loss of the last forward pass
-        self._passes = 0  # number of forward passes in progress, which with weights.order=by_layer may exceed 1
+        self._passes = 0  # number of forward passes in progress; may exceed 1 with weights.order=by_layer
         self._real: Tensor | None = None  # (B, T) bool, mask for the next forward pass
         self._mask: Tensor | None = None  # mask of the most recently started forward pass, until the body gets it
         model.register_forward_pre_hook(self._before, with_kwargs=True)

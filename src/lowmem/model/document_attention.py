@@ -9,10 +9,12 @@ the length of the row. The result for a document equals its result in a separate
     16 bits on a card of compute capability 8.0 or higher    one call of `torch.nn.attention.varlen`
     other cases: fp32, dropout, older cards, CPUs, and       one call of torch's SDPA per document
     head sizes that the kernel does not support
-    layers with a sliding window shorter than the row        torch's SDPA with the mask
+    a single document in each row                            one call of torch's SDPA without a mask
+    masks that offsets cannot replace, such as a sliding     torch's SDPA with the mask
+    window shorter than the row; compiled blocks
 
-A mask is converted from bool to floating point once for all layers. With a bool mask, torch's SDPA would convert the
-mask in every layer, and save each copy for backward.
+A mask is converted from bool to floating point once for all layers that share it. With a bool mask, torch's SDPA would
+convert the mask in every layer, and save each copy for backward.
 """
 
 import inspect
@@ -31,7 +33,7 @@ from lowmem.system.torch_private import hand_on_first_tokens, known_first_tokens
 
 # Names of attention implementations in transformers' registry.
 BY_DOCUMENT = "lowmem_by_document"  # start offsets of documents if possible, otherwise a mask
-MASKED = "lowmem_masked"  # always a mask
+MASKED = "lowmem_masked"  # never start offsets: a mask wherever one is needed
 
 
 def mask_of_numbers(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:
@@ -91,8 +93,8 @@ def first_tokens(mask_function: Callable, rows: int, tokens: int, device: torch.
 
     Returns:
         (documents + 1,) int32: the index of each document's first token in the concatenated rows, and at the end B x T.
-        None if offsets cannot replace the mask: some token does not see all earlier tokens of its document, or sees
-        later tokens.
+        None if offsets cannot replace the mask: a token does not see the first token of its document, or sees the next
+        token.
     """
     if (known := known_first_tokens(mask_function, tokens)) is not None:
         pinned = device.type == "cuda"  # pinned, because the host would wait for a copy from pageable memory
@@ -182,8 +184,8 @@ def _at_once(query: Tensor, key: Tensor, value: Tensor, first: Tensor, longest: 
 
 
 def lengths_of(first: Tensor, tokens: int) -> list[int]:
-    """Returns the length of each document. If the host does not know the offsets yet, they are read from the device,
-    once for all layers. The planner replaces this function, since fake tensors have no values."""
+    """Returns the length of each document. If the host does not know the offsets yet, reads them from the device, once
+    for all layers. The planner replaces this function, because fake tensors have no values."""
     if not hasattr(first, "counted_first"):
         first.counted_first = first.tolist()
     return [end - start for start, end in pairwise(first.counted_first)]

@@ -52,7 +52,7 @@ def _outputs(layer: nn.Linear | Conv1D) -> int:
 
 def inactive_parameters(model: PreTrainedModel) -> int:
     """Returns the number of parameters that do not take part in the computation of a token: the weights of the experts
-    that the router does not choose."""
+    that the router does not choose. Returns 0 if the config lacks all keys of EXPERTS_PER_TOKEN."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
     stacks = [

@@ -19,7 +19,7 @@ from lowmem.data.sources import framing
 from lowmem.model.loading import positions
 from lowmem.system.errors import Refused
 
-# messages from whose rendered text the format of a chat template is derived
+# example messages; the format of a chat template is derived from their rendered text
 QUESTION, ANSWER, NEXT = "a question", "an answer", "the next question"
 Prompt = str | list[dict]  # text, or the messages of a conversation
 
@@ -33,7 +33,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
         chat: treat a text as a user's message.
 
     Raises:
-        Refused: the prompt has messages but the tokenizer has no chat template, or the template rejects the messages.
+        Refused: the prompt needs a chat template (messages, or a text with `chat`) and the tokenizer has none, or the
+            template rejects the messages.
     """
     if isinstance(prompt, str) and not chat:
         ids = framing.prompt_ids(tokenizer, prompt)
@@ -103,7 +104,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """Continues prompts with a model in evaluation mode.
+    """Continues prompts with a model, which must be in evaluation mode.
 
     Args:
         model, tokenizer: objects of transformers.

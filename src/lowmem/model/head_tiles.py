@@ -3,9 +3,8 @@ of the vocabulary. The object that provides the tiles, a `HeadSource`, also coll
 
     HeadSource        this module: the base class
     ResidentHead      this module: the matrix is on the device
+    HeadShard         `techniques/strategy/parallel_styles.py`: each device has a shard of the matrix
     Edge              `offload/edges.py`: the matrix is in host memory
-
-`techniques/strategy` has further sources, for a matrix that is sharded over devices.
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from lowmem.system.errors import Refused
 
-# Tolerance for equal cosines and sines. If angles differ, the difference is a thousand times larger at some frequency.
+# Absolute tolerance for cosines and sines. If angles differ, the difference is a thousand times larger at some
+# frequency.
 ALIKE = 1e-4
 # keys of lengths beyond which rotary embeddings change
 OF_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
@@ -34,7 +35,7 @@ Angles = Callable[[Tensor], Tensor]  # positions (B, T) -> cosines and sines (B,
 
 
 def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
-    """Checks that rows which are padded to the longest row of their micro-batch do not depend on each other.
+    """Checks that the rows of a micro-batch, padded to its longest row, do not depend on each other.
 
     Args:
         model: the model.
@@ -130,7 +131,7 @@ def _depends(angles: Angles, length: int, longest: int, together: bool) -> bool:
 @contextmanager
 def shortened(model: PreTrainedModel, above: int, longest: int, to: int) -> Iterator[bool]:
     """Context manager that reduces lengths which count tokens of a row (`OF_A_ROW`), in configs and modules. Yields
-    True if there are such lengths.
+    True if it has reduced at least one length.
 
     Args:
         model: the model.

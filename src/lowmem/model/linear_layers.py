@@ -9,8 +9,8 @@ from transformers.pytorch_utils import Conv1D
 from lowmem.model.experts import routers
 from lowmem.model.trainable import Packed
 
-# Relative tolerance for a matrix product in 16 bits. The result of a layer that computes something else differs by
-# about its own size.
+# Relative tolerance for a matrix product in 16 bits. If a layer computes something else, the relative difference is
+# about 1.
 TOLERANCE = 0.02
 
 

@@ -58,7 +58,8 @@ class Described(NamedTuple):
     spec: schema.Model  # the settings `model.*`
     config: PretrainedConfig  # the configuration, without rows for added tokens
     tokenizer: PreTrainedTokenizerBase | None = None  # None: will be trained on the data, or is not needed
-    added: vocabulary.Added | None = None  # tokens that were added to the tokenizer; None: the run needs no such tokens
+    # tokens that were added to the tokenizer; None: the run needs no such tokens, or trains a tokenizer that has them
+    added: vocabulary.Added | None = None
 
     @property
     def grown(self) -> PretrainedConfig:
@@ -72,9 +73,9 @@ class Described(NamedTuple):
 
 
 def describe(run: Run, plans: bool = False) -> Described:
-    """Reads configuration and tokenizer of a run's model, but no weights. Args: run: the settings; plans: the weights
-    will not be loaded. Then a hub id's configuration is read only if the yaml lacks model_type, and the tokenizer only
-    if the run needs additional tokens."""
+    """Reads the configuration and the tokenizer of a run's model, without loading weights. Args: run: the settings;
+    plans: the weights will not be loaded. Then a hub id's configuration is read only if the yaml lacks model_type, and
+    the tokenizer only if the run needs additional tokens."""
     spec, wanted = run.model, vocabulary.wanted(run)
     says_all = "model_type" in (spec.architecture or {})
     elsewhere = plans and says_all and not _is_folder(spec.name)
@@ -89,8 +90,8 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
 
     Raises:
         Refused: the model cannot be reached; its weights are missing, damaged, quantized or do not match the
-            configuration; the architecture does not have a key of `model.architecture`; or the model is not a causal
-            language model.
+            configuration; the architecture does not have a key of `model.architecture`, or does not work with its
+            value; or the model is not a causal language model.
     """
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
     # with random weights, the decoder of an encoder-decoder model can be built
@@ -163,8 +164,8 @@ def _untie(config: PretrainedConfig) -> None:
 
 
 def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
-    """Logs the names of tensors in the files that are not used. Also logs if the files have a separate output layer
-    although the configuration ties the output layer to the embedding."""
+    """Logs the number of tensors in the files that are not used, and the name of one of them. Also logs if the files
+    have a separate output layer although the configuration ties the output layer to the embedding."""
     if found and found.unused:
         first, *more = found.unused
         which = f"{1 + len(more)} tensors in its files are" if more else "a tensor in its files is"
@@ -198,8 +199,8 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
 
 
 def _refuse_impossible(config: PretrainedConfig, typed: Mapping[str, object]) -> None:
-    """Refuses values that transformers accepts, but with which the first forward pass fails. Args: typed: the keys of
-    `model.architecture`."""
+    """Raises Refused for values that transformers accepts, but with which the first forward pass fails. Args: typed:
+    the keys of `model.architecture`."""
     values = config.get_text_config(decoder=True).to_dict()
     heads, groups = values.get("num_attention_heads"), typed.get("num_key_value_heads")
     # multi-head latent attention (keys such as kv_lora_rank) and JetMoe (kv_channels) do not share keys among heads
@@ -281,7 +282,7 @@ def _published(name: str, pretrained: bool, trust_remote_code: bool) -> Pretrain
 
 def _check_weights_files(name: str) -> None:
     """Opens every weight file of a local folder, so that safetensors compares the header with the length of the file.
-    Tensors are not read.
+    Tensors are not read. No-op for a hub id.
 
     Raises:
         Refused: a file is truncated or damaged.
@@ -340,8 +341,8 @@ def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: boo
 
 def stored_in(described: Described, plans: bool) -> torch.dtype | None:
     """Returns the 16-bit dtype of a model's published weights. Returns None if the weights have several dtypes or more
-    than 16 bits, are not loaded unchanged, or cannot be inspected. Weights that are loaded in the returned dtype are
-    mapped pages of their files, which the operating system can evict if memory is short.
+    than 16 bits, are random, get rows for added tokens, or cannot be inspected. Weights that are loaded in the returned
+    dtype are mapped pages of their files, which the operating system can evict if memory is short.
 
     The dtype is read from the headers of the files, on this machine or on the hub. Until the files have been
     downloaded, a plan (`plans`) uses the dtype of the configuration instead, which may also be fp32.
@@ -398,7 +399,8 @@ def _dtypes_on_hub(name: str) -> set[torch.dtype | None]:
 def load(
     described: Described, weights_dtype: torch.dtype, quantization: QuantizationConfigMixin | None = None
 ) -> PreTrainedModel:
-    """Returns the model on the host, in training mode, with every parameter in `weights_dtype`.
+    """Returns the model in training mode, with every parameter in `weights_dtype`. The parameters are in host memory,
+    or within `OneDevice.building` on the meta device if this rank does not load weights.
 
     Args:
         described: the model.
@@ -510,8 +512,8 @@ def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]
     which every model supports.
 
     Raises:
-        Refused: the model supports `eager` but not the requested implementation, which is not `sdpa`; or the model
-            cannot be built at all, for another reason.
+        Refused: the model supports `eager`, but not the requested implementation, and `sdpa` was not requested; or the
+            model cannot be built with `eager` either.
     """
     drawn = torch.get_rng_state()
     try:
@@ -549,7 +551,7 @@ def drawn_in_fp32() -> Iterator[None]:
         return drawn
 
     draws = {name: widened(draw) for name, draw in initialization.TORCH_INIT_FUNCTIONS.items()}
-    # Constructors of torch's modules call the functions that transformers calls later to initialize the weights.
+    # The guard replaces the functions of torch.nn.init, which constructors of torch's modules call.
     with patch.dict(initialization.TORCH_INIT_FUNCTIONS, draws), initialization.guard_torch_init_functions():
         yield
 

@@ -85,7 +85,7 @@ class Rounding:
             device: device of the result; None: the device of `numbers`.
 
         Raises:
-            OverflowError: a finite value would become inf.
+            OverflowError: all values of `numbers` are finite, and one would become inf.
         """
         rounded = numbers.to(device or numbers.device, self.dtype)
         if torch.finfo(self.dtype).max >= torch.finfo(numbers.dtype).max:

@@ -8,8 +8,8 @@ Some models do not use position ids for their masks, and recurrent layers (state
 boundaries between documents. There is no list of such models, so each model is tested in the run's precision: before
 its first optimizer step, or before the evaluation if the run only evaluates. The logits of a document must not depend
 on tokens of earlier documents (the gradient is zero), and must equal the logits of the document in a separate row. If a
-model fails without the mask, it is tested again with the mask. The test row is short. So sliding windows that are
-longer than the test row but shorter than a row of the run are reduced for a second test (`lengths.py`).
+model fails without the mask, it is tested again with the mask. The test row is short. So sliding windows and similar
+lengths that affect a row of the run but not the test row are reduced for a second test (`lengths.py`).
 """
 
 import logging
@@ -46,8 +46,8 @@ def separate(model: PreTrainedModel, compiled: bool = False) -> None:
 
 @contextmanager
 def own_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which the model has the attention implementation again that it had before `separate`, because
-    some models need a bool mask."""
+    """Context manager that restores the attention implementation that the model had before `separate`, because some
+    models need a bool mask."""
     taken = attention_taken(model)
     model.set_attn_implementation("sdpa" if taken in (BY_DOCUMENT, MASKED) else taken)
     try:
@@ -101,7 +101,8 @@ def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], leng
 
 
 def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -> bool:
-    """Returns True if the outputs from position `boundary` on depend on tokens before `boundary`.
+    """Returns True if the outputs from position `boundary` on depend on tokens before `boundary`, or if this cannot be
+    tested because the model does not call its embedding layer.
 
     Each boundary needs a separate forward pass, because compiled code frees its saved tensors in backward. The gradient
     is computed from the head's input instead of the logits, because a streamed head does not keep its tiles for

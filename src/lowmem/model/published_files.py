@@ -1,5 +1,5 @@
 """Compares published weight files with the model class that reads them: before the weights are loaded, or afterwards if
-loading has to download the files. `loading.py` calls this module.
+loading has to download the files. `loading.py` and the planner call this module.
 
 transformers silently ignores tensors that its model class does not use, and a config may tie the head although the
 files contain a separate head. The headers of the files, a few kilobytes, contain the names, shapes and dtypes of all
@@ -41,7 +41,7 @@ class Compared(NamedTuple):
     """The differences between published files and their model class."""
 
     unused: list[str]  # names of tensors that the class does not use
-    beyond: str | None  # name of a tensor whose layer index exceeds the config's number of layers; None: no such tensor
+    beyond: str | None  # name of a tensor of a layer that the config does not have; None: no such tensor
     layers: int  # number of layers in the files if `beyond` is set, otherwise 0
     own_head: bool  # True: the config ties the head, but the files contain a separate head
 

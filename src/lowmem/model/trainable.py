@@ -53,7 +53,7 @@ def trains_everything(model: nn.Module) -> bool:
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the part of the state_dict that checkpoints contain. If no parameter is frozen, this is the full
     state_dict. Otherwise it has the trainable parameters, under all names of tied parameters, and the buffers of
-    modules with a trainable parameter."""
+    modules that contain a trainable parameter, also in a submodule."""
     everything = model.state_dict()
     if trains_everything(model):
         return everything

@@ -1,10 +1,11 @@
 """Adds tokens to a tokenizer, such as the special tokens of a chat template, and adds rows for these tokens to the
 embedding and the head.
 
-A new row is the mean of the old rows. So the logits of the new token are not unusually large, and no random numbers are
-needed. transformers by default draws new rows around the mean with the covariance of the embedding, which for a matrix
-of 128k x 4096 takes minutes and fp32 copies. If the embedding of a published model has more rows than its tokenizer has
-tokens, the unused rows are used before new rows are added. Tied heads stay tied.
+In a published model, the row of an added token becomes the mean of the other rows. So the logits of the token are not
+unusually large, and no random numbers are needed. By default, transformers draws new rows around the mean with the
+covariance of the embedding. For a matrix of 128k x 4096, this takes minutes, and memory for fp32 copies. If the
+embedding of a published model has more rows than its tokenizer has tokens, the unused rows are used before new rows are
+added. Tied heads stay tied.
 """
 
 import copy

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ExpertBalance:
-    """Counts the tokens that each expert computes during training.
+    """Counts the tokens that each expert computes during training, on this rank.
 
     If a router sends most tokens to a few experts, the other experts are hardly trained. Two kinds of blocks are not
     counted: compiled blocks, and blocks whose experts receive the router's choice neither as indices nor as numbers of
@@ -31,7 +31,7 @@ class ExpertBalance:
         Returns:
             expert_entropy: for each block, the entropy of the experts' shares of tokens, divided by the entropy of
             equal shares; averaged over blocks. 1: all experts have equal shares; 0: one expert has all tokens.
-            expert_largest_share: the largest share of a block's tokens that a single expert has, in any block.
+            expert_largest_share: the largest share of a block's tokens that one expert has; the maximum over blocks.
         """
         counts, self._counts = list(self._counts.values()), {}
         shares = [of_block.double() / of_block.sum() for of_block in counts if len(of_block) > 1]

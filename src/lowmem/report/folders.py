@@ -1,7 +1,7 @@
 """Reads the folders of runs and sweeps, which may be finished, failed or still running, and formats a table of runs.
 
-compare.py, the W&B logger, and the commands that start the jobs of a sweep or the ranks of a run use this module.
-compare.py and the commands that start processes do not need torch, so this module does not import torch.
+compare.py, and the commands that start the jobs of a sweep or the ranks of a run, use this module and do not need
+torch. So this module does not import torch.
 """
 
 import csv

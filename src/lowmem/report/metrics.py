@@ -1,7 +1,7 @@
 """Writes the metrics of a run, such as loss, speed and learning rate, to metrics.csv, the loggers and the progress bar.
 
-The x-axis is the optimizer step. Sums are kept on the device and read only when they are logged, so that the host does
-not wait for the GPU at every step.
+The x-axis is the optimizer step. Sums are kept on the device and read only when they are logged, so that metrics do not
+make the host wait for the GPU at every step.
 """
 
 import math
@@ -65,7 +65,7 @@ class Metrics(Callback):
         resumed_at: int,
     ) -> None:
         self.log_every, self.sets, self.meter = log_every, sets, meter
-        self.own: Mapping[str, float] = {}  # the latest values of a user's metric
+        self.own: Mapping[str, float] = {}  # results of the user's function (`metric=`) in the latest evaluation
         self.evaluated: list[dict[str, object]] = []  # results of each set in the latest evaluation
         self.first_step_seconds: float | None = None
         # seconds of each window after the warm-up, or of all windows if there is no window after the warm-up
@@ -176,7 +176,7 @@ class Metrics(Callback):
         self._evaluation.close()
         self.val_loss = float("nan") if module.val_loss is None else module.val_loss
         trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks read it from there
-        if module.val_loss is None:  # the evaluation was interrupted
+        if module.val_loss is None:  # the evaluation was interrupted, or no token of the first set counts in the loss
             return
         losses = zip(self.sets.items(), module.val_losses, module.val_figures, strict=True)
         self.evaluated = [
@@ -202,9 +202,8 @@ class Metrics(Callback):
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
-        if new := [
-            column for column in row if column not in self._csv.fieldnames
-        ]:  # columns of a drive or of a user's metric, which are not known when the file is opened
+        # columns that are not known when the file is opened, such as the columns of a drive or of a user's metric
+        if new := [column for column in row if column not in self._csv.fieldnames]:
             self._out.close()
             self._out, self._csv, _ = csv_rows.open_csv(self._file, [*self._csv.fieldnames, *new], until=math.inf)
         counted = {"tokens": module.tokens, "learned_tokens": module.learned_tokens}

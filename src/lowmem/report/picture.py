@@ -4,7 +4,7 @@ drive.
     left             one optimizer step: live tensors on the device, by category
     top right        the run: live tensors on the device at the peak of each step, by category, and CUDA's allocator
     below that       the run: resident memory of the process
-    bottom right     the run: bytes on the drive, if the run uses a drive
+    bottom right     the run, if it uses a drive: bytes on the drive, and bytes read and written per step
 
 Categories have equal colors in all charts. Memory without categories (of the process, of CUDA's allocator, on the
 drive) is drawn in the color INK. Each chart has its own scale, and all charts have the same unit: the unit of the
@@ -202,7 +202,7 @@ def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
 
 def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int]) -> None:
     """Draws device memory by category at the peak of each sampled step (without sampled steps: the sum of weights,
-    gradients and optimizer state), and the bytes of CUDA's caching allocator at every step."""
+    gradients and optimizer state), and the bytes of CUDA's caching allocator at every step of `rows`."""
     top = _peaks(rows)
     stacked = [[row[f"{category}_bytes"] / size[0] for row in top.values()] for category in CATEGORIES]
     if top:

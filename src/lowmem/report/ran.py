@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-IDLE = (None, "none", "null", "auto")  # techniques without an effect
+IDLE = (None, "none", "null", "auto")  # choices without an effect
 
 
 def chosen(choices: Mapping[str, str | None]) -> list[str]:
-    """Returns "group=technique" for each group whose technique has an effect, the model first.
+    """Returns "group=technique" for each group whose technique has an effect, the model first. The logger is left out.
 
     Args:
         choices: group -> technique, in Hydra's order: the last group of the config's defaults comes first.

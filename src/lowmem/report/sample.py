@@ -26,8 +26,8 @@ from lowmem.report.end_of_evaluation import EndOfEvaluation
 from lowmem.system.errors import Refused
 
 TEMPERATURE = 0.8
-# Length in tokens of a prompt that is taken from plain text. All tokens of plain text have labels, so the text does not
-# mark where a prompt ends.
+# Length in tokens of a prompt that is taken from plain text. All tokens of plain text have labels, so the labels do not
+# show where a prompt ends.
 BEGINNING = 8
 EXAMPLE = 40  # maximum number of characters of a prompt in a printed command
 DOCUMENTS, LONGEST = 8, 2048  # documents of each split, and tokens of each document, to search for a prompt
@@ -101,7 +101,7 @@ def prompts(setting: list | str) -> list[Prompt]:
     `messages`.
 
     Raises:
-        Refused: the file cannot be read, a line is not a prompt, or the list is empty.
+        Refused: the file cannot be read, an entry is not a prompt, or there are no entries.
     """
     listed = setting if isinstance(setting, list) else _read(Path(setting).expanduser())
     for number, prompt in enumerate(listed, start=1):
@@ -180,6 +180,7 @@ def _first_words(text: str) -> str:
 
 def beginning(micro_batch: MicroBatch) -> Tensor:
     """Returns the token ids of a prompt, (1, T), from the first row of a micro-batch: the tokens before the first
-    learned token, or the first BEGINNING tokens if the row is learned from its second token on, as in plain text."""
+    learned token, or the first BEGINNING tokens if the row is learned from its second token on, as in plain text, or
+    has no learned token."""
     learned = int((micro_batch.labels[0] != IGNORED).int().argmax())
     return micro_batch.input_ids[:1, : learned + 1 if learned else BEGINNING]

@@ -154,5 +154,5 @@ def _decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _visible(text: str) -> str:
-    """Returns the text with escaped control characters, except for line breaks and tabs."""
+    """Escapes unprintable characters, except for line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

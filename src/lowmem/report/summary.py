@@ -18,8 +18,7 @@ PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", 
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the installed packages of PACKAGES: name -> version. bitsandbytes and
-    torchao are optional."""
+    """Returns the versions of Python and of the packages in PACKAGES that are installed: name -> version."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):

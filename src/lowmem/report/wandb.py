@@ -1,5 +1,5 @@
-"""Creates the logger of Weights & Biases without asking the user for input. The run is logged offline if no API key is
-set or if the server does not answer."""
+"""Creates the logger of Weights & Biases without asking the user for input. Unless the user has chosen a mode, the run
+is logged offline if no API key is set or the server does not answer."""
 
 import http.client
 import logging

@@ -1,8 +1,8 @@
-"""Builds the data loaders and the model of a run, for `fit` and `training_session`. The data come first, so that errors
-in the data are found before the weights are loaded.
+"""Builds the data loaders and the model of a run. A run builds the loaders first, so that errors in the data are found
+before the weights are loaded.
 
-Several techniques replace the `forward` of a module or register hooks. This list has all of them, in the order of a
-run. A later replacement wraps the earlier replacements:
+Several techniques replace the `forward` of a module, or register hooks on modules or tensors. This list has all of
+them, in the order of a run. A later replacement wraps the earlier replacements:
 
     while the model is built (`causal_lm`)
         adapter/stacks.py                       forward of fused experts, by another class: computes packed weights
@@ -13,19 +13,20 @@ run. A later replacement wraps the earlier replacements:
     when the model is sharded (`module`)
         strategy/parallel_styles.py             forward of layers whose matrices are sharded
         strategy/stages.py                      forward of modules of other stages; hooks on the first block
-        strategy/pipeline.py                    forward of the model: the schedule of micro-batches and stages
+        strategy/pipeline.py                    forward of the model, without gradients: through all stages
         strategy/fsdp.py                        a hook on the model: reshards it after passes without gradients
     before the first step (`on_fit_start`, then `on_train_start` of the callbacks, then of the model)
-        offload/edges.py                        forward of the embedding and the head, whose weights are in host memory
+        offload/edges.py                        forward of embedding and head: read host memory; hooks on looked-up rows
         offload/streamed.py                     hooks on blocks and their outputs' gradients: copy and free weights
         offload/master_weights.py               hooks on gradients: send them to the host; on blocks: wait for weights
         report/expert_balance.py                hooks on the experts of a mixture: count the tokens of each expert
         optim/in_backward.py                    hooks on gradients: each updates its parameter
         strategy/ddp.py                         hooks on gradients, for one window
-    during one forward pass
+    during one forward or backward pass
         loss/head.py                            forward of head and body: the loss computes the logits; hooks on both
         model/packed_attention.py               hooks during a check of the model
         strategy/stages.py                      hooks that record the order in which a model calls its modules
+        strategy/pipeline.py                    a hook on the hidden states of a stage: calls Lightning's hooks
 """
 
 import json
@@ -80,8 +81,8 @@ BPE_VOCABULARY = 4096  # maximum size of a BPE vocabulary; also limited by the s
 
 
 class Texts(NamedTuple):
-    """The tokenized data of a run. These data do not depend on the batch size or on techniques, so the data are opened
-    once, before batch_size=auto is resolved."""
+    """The tokenized data of a run. The data do not depend on the batch size or on techniques, so `fit` can open them
+    before batch_size=auto is resolved, to convert epochs= to max_steps=."""
 
     described: Described  # the config and the tokenizer of the model
     tokens: Tokens
@@ -124,11 +125,12 @@ def open_texts(run: Run) -> Texts:
     if added is None:
         check_vocabulary(size, rows_of(tokens.tokenizer))
     if not run.model.pretrained and run.model.architecture is not None:
-        # an export's config must agree with its tokenizer about the end token
+        # An export's config must agree with its tokenizer about the end token. Both parts are the same object, unless
+        # the model's configuration contains a text configuration.
         for part in (
             config,
             config.get_text_config(decoder=True),
-        ):  # both are the same object, unless the model's configuration contains a text configuration
+        ):
             part.bos_token_id = part.eos_token_id = tokens.tokenizer.eos_token_id
     sets = {name: val[""]} if others else val
     for name, other in others:
@@ -313,7 +315,8 @@ def causal_lm(
         read = stored or base_dtype(folder) or dtype
         network = loading.load(described, read, run.adapter_class.while_loading(folder))
         if stored is not None and any(buffer.dtype == stored for buffer in network.buffers()):
-            # Load in `dtype`, because buffers that the model computes, such as Gemma's embedding scale, were rounded.
+            # Load again in `dtype`, because buffers that the model computes, such as Gemma's embedding scale, were
+            # rounded.
             network, stored = loading.load(described, dtype), None
         if stored is not None:
             ranks.widen(stored, dtype)
@@ -342,7 +345,7 @@ def causal_lm(
 
 
 def callbacks(run: Run) -> list[Callback]:
-    """Returns the callbacks of the run's techniques."""
+    """Returns `MasterWeights`, if the optimizer runs on the host, and the callbacks of the key callbacks=."""
     return [*([MasterWeights()] if run.masters else []), *map(instantiate, run.callbacks.values())]
 
 
@@ -360,8 +363,9 @@ def _loss(run: Run) -> Loss:
 
 
 def without_dropout(network: PreTrainedModel) -> None:
-    """Sets the dropout probability of all layers to 0. Reference log-probabilities are computed without dropout, so
-    dropout during training would only add noise to the comparison."""
+    """Sets the dropout probability of the model's own layers to 0. An adapter, which is added later, keeps its dropout.
+    Reference log-probabilities are computed without dropout, so dropout during training would only add noise to the
+    comparison."""
     for module in network.modules():
         for name in DROPOUT & vars(module).keys():
             if isinstance(getattr(module, name), float):

@@ -1,8 +1,9 @@
 """Writes the folder model/ of a run: the trained model or its adapter, with a model card. Also converts the model to
 GGUF (export_format=gguf) and uploads the folder (push=). `fit.py` calls this module.
 
-The folder is written after all other results, because it is the largest of them. So if the disk becomes full, the other
-results are complete.
+`leave` writes the folder after all other results, because the folder is the largest of them. So if the disk becomes
+full, the other results are complete. `without_checkpoint` writes the folder first, because the folder is then the only
+copy of the latest weights.
 """
 
 from collections.abc import Mapping
@@ -96,8 +97,8 @@ def _wider(dtype: str) -> str:
 
 
 def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
-    """Called after a checkpoint could not be written, which has ended training. Writes the weights, which need less
-    disk space than a checkpoint, and then the other results if there is enough space.
+    """Writes the weights, and then the other results if there is enough disk space, after training has ended because a
+    checkpoint could not be written. The weights need less space than a checkpoint.
 
     Returns:
         The error that ends the run. Its message says what was written and how to continue.

@@ -108,8 +108,8 @@ class CausalLM(LightningModule):
         # windows without a token that counts in the loss, which are not computed.
         self.tokens = self.learned_tokens = 0
         self.skipped_steps = 0
-        # Global norm of the last window's gradients before clipping. None: a gradient is not finite, the window has no
-        # gradients, or the norm is not computed (early updates).
+        # Global norm, before clipping, of the gradients of the last window that was computed. None: no window was
+        # computed yet, a gradient is not finite, the window has no gradients, or early updates do not compute the norm.
         self.gradient_norm: Tensor | None = None
         # stored in every checkpoint: digests of tokenizer and frozen weights, chat template, id of the W&B run, ...
         self.identity: dict[str, str] = {}
@@ -196,7 +196,7 @@ class CausalLM(LightningModule):
         """Returns True if loss and gradients are finite, so that the optimizer can step. Raises: NotFinite: a value is
         not finite, and the step must not be skipped (on_nonfinite), or too many steps in a row were skipped."""
         loss_is_finite = gradients.loss_is_finite
-        if self.ranks.data_size < self.ranks.size:  # several ranks compute the same micro-batch's loss
+        if self.ranks.data_size < self.ranks.size:  # several ranks compute the loss of the same micro-batch
             loss_is_finite = not self.ranks.any(not loss_is_finite)
         usable = loss_is_finite and gradients.finite
         if usable:
@@ -225,9 +225,9 @@ class CausalLM(LightningModule):
 
     @property
     def phase_after_backward(self) -> str:
-        """Returns the phase that begins after a micro-batch's backward pass. After the last micro-batch this is "step",
-        which includes the gradient norm. After other micro-batches it is "forward", or with weights.order=by_layer
-        "backward"."""
+        """Returns the phase of the memory meter that begins after a micro-batch's backward pass. After the last
+        micro-batch this is "step", which includes the gradient norm. After other micro-batches it is "forward", or with
+        weights.order=by_layer "backward"."""
         if self.last_micro_batch:
             return "step"
         return "backward" if self.weights.overlaps else "forward"
@@ -256,7 +256,8 @@ class CausalLM(LightningModule):
         return (self.masters or self.weights).stored(p)
 
     def full_precision(self, p: nn.Parameter) -> Tensor:
-        """Returns a weight in full precision, as a copy if the host stores it in two halves. Call `arrived` first."""
+        """Returns a weight in the highest precision in which the run stores it; a copy if the host stores the weight in
+        two halves. Call `arrived` first."""
         return self.weights.stored(p) if self.masters is None else self.masters.full_precision(p)
 
     # --- evaluation ----------------------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ class CausalLM(LightningModule):
         takes = self.masters is not None
         in_halves = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
         for name, p in held.items() if takes else ():
-            if name in state_dict and name not in in_halves:  # the checkpoint's master is wider than the loaded weight
+            if name in state_dict and name not in in_halves:  # the master in the checkpoint may have more bits than `p`
                 p.data = p.data.to(torch.promote_types(p.dtype, state_dict[name].dtype))
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         for name, rest in self._rests.items():

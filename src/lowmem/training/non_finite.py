@@ -3,7 +3,8 @@
 `CausalLM.training_step` calls this module only after the check in `WindowOptimizer.finish` has failed. If the optimizer
 runs on the device, this check reads a single number per window: the sum of the loss and the gradient norm. So the host
 waits for the device once per window, as with any loss scaler. The norm is also used for clipping; with clip=null it is
-computed only for this check. This module then looks up the parameter and the sequences of the failed step.
+computed only for this check and for the metric gradient_norm. This module then looks up the parameter and the sequences
+of the failed step.
 """
 
 import logging

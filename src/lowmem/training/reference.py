@@ -1,15 +1,15 @@
-"""Computes the reference model's log-probabilities of a preference data set, before the first optimizer step.
+"""Computes the reference model's log-probabilities of a preference data set, before training or an evaluation.
 
 DPO and related losses compare the log-probability of each answer under the trained model with its log-probability under
 a reference model: the model that training starts from. Other libraries keep the reference model in memory during
 training. Here a single pass without gradients, before training, computes two log-probabilities per pair (chosen and
 rejected answer) or per rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). Then the model
-is loaded again for training. The log-probabilities are stored in the token cache, 16 bytes per pair or rated answer,
+is loaded again. The log-probabilities are stored in the token cache, 16 bytes per pair or rated answer,
 and reused by resumed runs and by other jobs of a sweep.
 
 The cache key contains a digest of the model's initial weights and config, the precision, the tokens and their packing
 into rows. So after a change of the model, the template or seq_len the log-probabilities are computed again. Checkpoints
-store the digest, too.
+also store the digest of the initial model.
 """
 
 import gc
@@ -74,8 +74,9 @@ class ReferenceLogProbs:
         return np.array([row for row in self.indices if unknown[self.rows.units_of(np.array([row]))].any()], int)
 
     def store(self, numbers: np.ndarray) -> None:
-        """Writes log-probabilities to the cache file. Where a number is NaN, the value in the file is kept, since
-        another run may have stored it in the meantime.
+        """Writes log-probabilities to the cache file. Where a number is NaN, the value in the file is kept, because
+        another run may have stored it in the meantime. No-op if the tokens, and so the log-probabilities, have no cache
+        file.
 
         Args:
             numbers: (pairs or answers, 2); NaN if not computed.
@@ -251,7 +252,7 @@ class _Batches:
     Args:
         rows: all rows of a split.
         indices: indices of the rows to yield.
-        share: this rank's share of each batch.
+        share: this rank's share of each global micro-batch.
         at_once: number of micro-batches per group.
 
     Attributes:

@@ -1,5 +1,5 @@
-"""Collects and writes the results of a finished run: summary.json, the table on the terminal, a picture of the
-memory (memory.png), and a table of the memory (memory_step.csv). `fit.py` calls this module."""
+"""Collects and writes the results of a run: summary.json, the table on the terminal, a picture of the memory
+(memory.png), and a table of the memory (memory_step.csv). `fit.py` and `model_folder.py` call this module."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,7 +109,8 @@ def _recipe(training: Training, command: Command) -> dict:
 
 
 def report(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Writes the results to the loggers and to summary.json, and prints them with the last sample."""
+    """Writes summary.json, prints the table of results and the last sample, and sends the ratios of predicted to
+    measured memory to the loggers."""
     for logger in training.loggers:
         logger.log_metrics(plan_ratios(summary), step=summary["steps"])
     write(command.folder / "summary.json", summary)
@@ -119,7 +120,8 @@ def report(training: Training, command: Command, summary: Mapping[str, object]) 
 
 
 def draw(training: Training, command: Command, summary: Mapping[str, object]) -> None:
-    """Draws memory use over time (memory.png), and writes the memory of one step as a table (memory_step.csv)."""
+    """Draws the memory of one step and of the run (memory.png), sends the picture to the loggers, and writes the memory
+    of one step as a table (memory_step.csv)."""
     from lowmem.report import picture  # importing matplotlib takes half a second
 
     run, folder, meter = command.run, command.folder, training.watchers.meter

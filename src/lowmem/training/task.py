@@ -1,7 +1,7 @@
 """Decides what a command does: train, show the data, evaluate a run or an exported model, export a run, or nothing.
 
 If resume= names a run that has done all its steps, the command does the remaining work: the last evaluation, or the
-export.
+export. If nothing remains, resume=auto does nothing, and any other resume= is refused.
 """
 
 import json

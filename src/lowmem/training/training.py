@@ -1,6 +1,6 @@
-"""Builds, trains and evaluates one run. The context manager `training_session` yields the trained model and the
-callbacks that observed the training. At its end the context manager frees the model's memory on the card, unless the
-model is sharded. `fit`, the search for batch_size=auto and the benchmarks use this context manager."""
+"""Builds, trains and evaluates one run. The context manager `training_session` yields the model and the callbacks that
+observed the run. At its end the context manager frees the model's memory on the card, unless the model is sharded.
+`fit`, the search for batch_size=auto and the benchmarks use this context manager."""
 
 import logging
 import re
@@ -49,8 +49,8 @@ class DidNotFit(Exception):
 
     Args:
         side: "device" or "host".
-        held: bytes by category on this side: for a device at the highest measured point, for the host the current
-            bytes.
+        held: bytes by category on this side: for a device at the highest sampled point, or without one the current
+            bytes; for the host the current bytes. Empty if memory ran out before the callbacks existed.
     """
 
     def __init__(self, side: Side, held: dict[str, int]) -> None:
@@ -60,7 +60,7 @@ class DidNotFit(Exception):
 
 @dataclass
 class Training:
-    """A trained model, and the trainer, loggers and callbacks of its training."""
+    """The model of a run, and the trainer, loggers and callbacks of its training, evaluation or export."""
 
     module: CausalLM
     tokens: Tokens
@@ -180,7 +180,8 @@ def training_session(
 
 
 def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalLM:
-    """Builds the module. If the loss needs reference log-probabilities, they are computed first."""
+    """Builds the module. If the loss needs reference log-probabilities, first reads them from the cache or computes
+    them, except for an export."""
 
     def again(saved: checkpoint.Saved | None) -> CausalLM:
         seed_everything(run.seed, verbose=False)  # directly before weights are initialized

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class OutOfMemory(Refused):
-    """The run needed more memory than there is. The message says what filled the memory, and what to try."""
+    """The run is out of memory. The message says what filled the memory, and what to try."""
 
 
 def fit(
@@ -115,7 +115,7 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
 
 def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Resolves plan= and batch_size=auto, checks the predicted memory, trains, and writes the results. Raises: Refused:
-    no recipe or batch size fits, the run needs more memory than there is, or training failed."""
+    no recipe or batch size fits, the run needs more memory than available, or training failed."""
     loading.check_architecture(command.run)
     if ranks.rank == 0:
         hints.tell_lr(command.run)

@@ -33,7 +33,7 @@ from lowmem.system.torch_private import hand_on_first_tokens, known_first_tokens
 
 # Names of attention implementations in transformers' registry.
 BY_DOCUMENT = "lowmem_by_document"  # start offsets of documents if possible, otherwise a mask
-MASKED = "lowmem_masked"  # never start offsets: a mask wherever one is needed
+MASKED = "lowmem_masked"  # a mask if one is needed, never start offsets
 
 
 def mask_of_numbers(*args, dtype: torch.dtype, **kwargs) -> Tensor | None:

@@ -2,9 +2,9 @@
 
 Some models change their rotary embedding if the longest row of a call exceeds a length in their config. With
 `longrope`, Phi-3 uses other angles for all positions if any position is beyond the original length. Dynamic NTK scales
-all angles by the longest length so far. Then the result for a short document would depend on the other documents in its
-micro-batch. `depends_from` evaluates only the rotary embeddings, at single positions directly below and above each of
-these lengths, so its cost does not depend on the length.
+all angles by the longest length so far. With such an embedding, the result for a short document would depend on the
+other documents in its micro-batch. `depends_from` evaluates only the rotary embeddings, at single positions directly
+below and above each of these lengths, so its cost does not depend on the length.
 
 Other lengths in configs count tokens of a row: a sliding window, an attention chunk, a scale by position. A test must
 show that such a count restarts at each document. With a full row, this test would cost as much as a training step. So

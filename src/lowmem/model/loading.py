@@ -53,7 +53,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name ->
 
 
 class Described(NamedTuple):
-    """A model without its weights. Data, plans and `load` use this description."""
+    """A description of a model without its weights, for the data, the planner and `load`."""
 
     spec: schema.Model  # the settings `model.*`
     config: PretrainedConfig  # the configuration, without rows for added tokens
@@ -251,8 +251,8 @@ def _is_read(config: PretrainedConfig, key: str) -> bool:
 
 
 def _refuse_unknown(config: PretrainedConfig, keys: Mapping) -> None:
-    """Raises Refused for keys that the architecture does not have, because transformers would silently store unknown
-    keys, such as misspelled keys."""
+    """Raises Refused for keys that the architecture does not have, such as misspelled keys, because transformers would
+    silently store them."""
     known = config.to_dict()
     unknown = [key for key in keys if key not in known and not hasattr(config, key)]
     unknown = [key for key in unknown if not _is_read(config, key)]
@@ -444,9 +444,9 @@ def load(
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Checks that no position sees later tokens. The check is skipped if modules of the model declare `is_causal`, and
-    all of these modules declare True. Otherwise two forward passes over three tokens compare the logits of position 0,
-    with a relative tolerance of 1e-4.
+    """Checks that no position sees later tokens. The check is skipped if at least one module declares `is_causal`, and
+    all such modules declare True. Otherwise two forward passes over three tokens compare the logits of position 0, with
+    a relative tolerance of 1e-4.
 
     Raises:
         Refused: the model is not causal. Its loss would fall to 0, because each position sees the token that it should

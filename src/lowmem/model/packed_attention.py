@@ -32,8 +32,8 @@ LOOKED_AT = 64  # number of tokens of a row that are tested
 
 
 def separate(model: PreTrainedModel, compiled: bool = False) -> None:
-    """Selects document attention if the model uses torch's SDPA. A model with another attention implementation keeps
-    this implementation, because document attention lacks additions such as the attention sinks of GPT-OSS.
+    """Selects document attention if the model uses torch's SDPA. A model with another attention implementation is not
+    changed, because document attention lacks additions such as the attention sinks of GPT-OSS.
 
     Args:
         model: the model.

@@ -73,7 +73,8 @@ class Metrics(Callback):
         self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # totals of the windows in step_seconds
         self.val_loss = float("nan")
         self._lr, self.highest_lr = 0.0, 0.0  # learning rate of the current window; highest learning rate so far
-        self.auxiliary_loss: float | None = None  # for example a router loss, which a model adds to its token loss
+        # mean auxiliary loss of the last logged steps, such as a router loss; None: nothing logged, or no such loss
+        self.auxiliary_loss: float | None = None
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
         self._auxiliary_sum: torch.Tensor | float = 0.0  # stays 0 if the model has no auxiliary loss
@@ -183,8 +184,8 @@ class Metrics(Callback):
             {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
             for (name, bits), loss, figures in losses
         ]
-        # If all answers of a set have the same rating, one of its metrics is None. Then the accuracy means nothing, and
-        # early stopping does not get it.
+        # If all answers of a set have the same rating, one of its metrics is None. Then the accuracy is meaningless,
+        # and is not passed to early stopping.
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
@@ -224,11 +225,11 @@ class Metrics(Callback):
             self._since += time.perf_counter() - before
 
     def tokens_per_second(self) -> float:
-        """Returns the tokens that the model computes per second, including tokens without a label, but not padding."""
+        """Returns the tokens per second on all devices, including tokens without a label, but not padding."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def learned_tokens_per_second(self) -> float:
-        """Returns the learned tokens (tokens with a label) per second."""
+        """Returns the learned tokens (tokens with a label) per second on all devices."""
         return self._learned_tokens / self._seconds if self._seconds else 0.0
 
     def _speed(self) -> str:

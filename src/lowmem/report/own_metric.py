@@ -1,7 +1,7 @@
 """Calls a user's function (`metric=module.function`) at the end of each evaluation, and adds its values to the metrics.
 
-The function is (model, tokenizer) -> {name: value}. Lightning's sanity check also calls the function once before the
-first step of a new run, so that its errors are found before training.
+The function has the signature (model, tokenizer) -> {name: value}. Lightning's sanity check also calls the function
+once before the first step of a new run, so that its errors are found before training.
 """
 
 from collections.abc import Callable, Mapping

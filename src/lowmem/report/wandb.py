@@ -58,7 +58,7 @@ def logger(  # noqa: PLR0913
     folder.mkdir(parents=True, exist_ok=True)
     sweep, differs = of_sweep(folder)
     mode = _mode(folder) if offline is None else ("offline" if offline else "online")
-    run = wandb.init(  # Lightning's logger would pass a setting about which W&B warns
+    run = wandb.init(  # W&B warns about a setting that Lightning's logger would pass
         project=project,
         name=name or differs or folder.name,
         group=group or sweep,
@@ -78,8 +78,9 @@ def logger(  # noqa: PLR0913
 
 
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
-    """Returns two texts about the job in a folder: the last two components of its sweep's path, and the overrides in
-    which the job differs from other jobs (paths at the end). (None, None) if the folder does not belong to a sweep."""
+    """Returns the default group and name of the W&B run of a sweep's job: the last two components of the sweep's path,
+    and the overrides in which the job differs from other jobs (paths at the end). (None, None) if the folder does not
+    belong to a sweep."""
     if (sweep := folders.sweep_of(folder)) is None:
         return None, None
     content = yaml.safe_load((sweep / "multirun.yaml").read_text(encoding="utf-8"))

@@ -90,8 +90,8 @@ class Texts(NamedTuple):
     val: dict[str, Rows]  # name -> rows of a validation set; the loss on the first set selects the best checkpoint
 
     def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
-        """Returns the number of optimizer steps in `run.epochs` epochs. With batch_size=auto the number is known before
-        the batch size, because it depends only on the effective batch size."""
+        """Returns the number of optimizer steps in `run.epochs` epochs. With batch_size=auto this number is already
+        known, because it depends on the effective batch size and not on the batch size."""
         return self.windows(run.sized(), ranks).windows_in(run.epochs)
 
     def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:

@@ -95,7 +95,7 @@ class CausalLM(LightningModule):
         self.model, self.update = model, update
         self.loss = self.own_loss = as_loss(loss)  # a strategy may wrap `loss`
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
-        # the callback that runs the optimizer on the host; its `setup` sets this. None: the optimizer is on the device
+        # the callback that runs the optimizer on the host, set by its `setup`; None: the optimizer is on the device
         self.masters: MasterWeights | None = None
         self.optimizer: WindowOptimizer | None = None  # created in `configure_optimizers`
         self.at_once = placement.at_once
@@ -104,8 +104,8 @@ class CausalLM(LightningModule):
         self.auxiliary_loss = AuxiliaryLoss(model) if asked_for(model) else None
         self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # position in the training data after the last completed window
-        # Numbers of computed tokens and of tokens with a label, in all windows so far. Skipped steps count, too, except
-        # windows without a token that counts in the loss, which are not computed.
+        # Numbers of computed tokens and of tokens with a label, on all devices, in all windows so far. Skipped steps
+        # count, too, except windows without a token that counts in the loss, which are not computed.
         self.tokens = self.learned_tokens = 0
         self.skipped_steps = 0
         # Global norm, before clipping, of the gradients of the last window that was computed. None: no window was
@@ -320,7 +320,7 @@ class CausalLM(LightningModule):
     @property
     def val_loss(self) -> float | None:
         """Returns the loss of the first validation set, or None if it is unknown or NaN. This loss selects the best
-        checkpoint and controls early stopping."""
+        checkpoint, and early stopping watches it by default."""
         return self.val_losses[0] if self.val_losses and not math.isnan(self.val_losses[0]) else None
 
     def predict_step(self, micro_batches: Sequence[MicroBatch], *_) -> list[Tensor]:

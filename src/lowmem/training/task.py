@@ -72,7 +72,7 @@ def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -
 
 def find_task(run: Run, saved: Saved | None) -> Task:
     """Returns the work to do. Args: saved: the checkpoint of `find_checkpoint`. Raises: Refused: the run to resume is
-    complete, or has done more than max_steps steps."""
+    complete and resume= is not auto, or it has done more than max_steps steps."""
     if run.show is not None:
         return Task("show")
     if run.export is not None:

@@ -5,7 +5,7 @@
     plan=off                 nothing is predicted
 
 After an out-of-memory error, `smaller_recipe` searches for a recipe that needs less memory. In a run on several
-devices, only rank 0 predicts the memory, and recipes cannot be searched.
+devices, only rank 0 predicts the memory, and no recipes are searched.
 """
 
 import logging
@@ -41,12 +41,12 @@ LESS = 0.9  # after an out-of-memory error, a recipe may need at most this share
 
 def with_recipe(run: Run, typed: Sequence[str]) -> Run:
     """Returns the run with the fastest recipe that fits, for plan=auto or plan=<a card's name or size>; for plan=check
-    or plan=off, returns the run unchanged. A recipe keeps all typed overrides, except overrides of the groups in
-    may_change=.
+    or plan=off, returns the run unchanged. A recipe changes precision and optimizer only if may_change= names them, and
+    keeps all other typed overrides.
 
     Raises:
         Refused: no recipe fits, `plan` is not the name or size of a card, or recipes cannot be searched: in a notebook,
-            and for the reasons that `search` raises.
+            or if `search` raises Refused.
     """
     if run.plan in ("check", "off"):
         return run
@@ -80,8 +80,8 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
     Raises:
         Refused: the run needs more memory than the device, the host or the drive has. The message names a recipe that
-            fits, if there is one. A prediction that is only an estimate never refuses a run. `predict` also refuses
-            runs that train.py would refuse with plan=off.
+            fits, if a search finds one. A prediction that is only an estimate never refuses a run. `predict` also
+            refuses runs that train.py would refuse with plan=off.
     """
     if run.plan == "off":
         return None
@@ -103,9 +103,9 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
 
 def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
-    """Returns advice for a run that ran out of device memory after its memory was predicted: the command of a recipe
-    that is predicted to need at least 10 % less device memory, or a sentence that says that there is no such recipe.
-    None: the run was not predicted, or the search failed."""
+    """Returns advice for a run that ran out of device memory after its memory was predicted: the command of the fastest
+    recipe that is predicted to need at least 10 % less device memory, or a sentence that says that no recipe does.
+    None: the run's memory was not predicted, or the search failed."""
     if prediction is None:
         return None
     log.info("Out of memory: searching for a recipe that needs less memory ...")
@@ -127,8 +127,8 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
 
 
 def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
-    """Returns the estimated seconds of an optimizer step on this machine. None: the rates of this machine are not
-    stored, the run has several devices, its memory prediction is only an estimate, or the estimate of the time failed
+    """Returns the estimated seconds of an optimizer step on this machine, from stored rates of the machine. None: no
+    rates are stored, the run has several devices, `prediction` is only an estimate, or the estimate of the time failed
     (the error is logged)."""
     on_card = run.device == "cuda"
     if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored_rates, {on_card, False})):
@@ -150,8 +150,8 @@ def log_duration(steps: int, seconds: float) -> None:
 
 
 def could_fit(run: Run) -> bool:
-    """Returns True if a run is predicted to fit, if its memory cannot be predicted, or if the prediction is only an
-    estimate."""
+    """Returns True if a run is predicted to fit on this machine, if its memory cannot be predicted, or if the
+    prediction is only an estimate."""
     target = _target(run)
     try:
         prediction = _predicted(run.resolved(), target)
@@ -171,11 +171,11 @@ def _target(run: Run) -> Target:
 
 
 def _free(run: Run) -> Card | None:
-    """Returns a card with the device memory that is free for tensors. None: the device is a CPU and memory.limit is not
-    set, so only the host's memory limits the run.
+    """Returns a `Card` whose size is the free device memory, at most memory.limit. None: the device is a CPU and
+    memory.limit is not set, so only the host's memory limits the run.
 
-    memory.limit limits torch's allocator, which does not count the CUDA context, so the context is not subtracted from
-    memory.limit.
+    Neither size includes the CUDA context: it already exists when the free memory is read, and torch's allocator, which
+    memory.limit limits, does not count it.
     """
     limit = run.limit
     if run.device != "cuda":
@@ -185,8 +185,8 @@ def _free(run: Run) -> Card | None:
 
 
 def _host() -> int:
-    """Returns the bytes of host memory that all ranks on this machine may use together: the free memory, and the memory
-    that the ranks use already. Each rank is assumed to use as much as this process."""
+    """Returns the bytes of host memory that all ranks on this machine may use together: the free memory plus the memory
+    that the ranks already use. Each rank is assumed to use as much as this process."""
     return process.available_bytes() + rank_environment.on_this_machine() * process.rss_bytes()
 
 

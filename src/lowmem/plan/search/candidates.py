@@ -1,6 +1,6 @@
 """Lists the routes that a search compares. A route is a set of recipes that share precision, optimizer, strategy and
-the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size,
-and all typed overrides except overrides of the groups in may_change=.
+the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size and
+the typed overrides. Only the typed precision and optimizer may be replaced, if may_change= names them.
 
     Typed                    the typed overrides, and the groups that a recipe may change
     PrecisionAndOptimizer    a precision with an optimizer
@@ -28,12 +28,12 @@ from lowmem.plan.search.changes import Change, Tier, changes
 from lowmem.system.errors import Refused
 from lowmem.techniques.weights.streamed import HOLDS
 
-RESIDENT = "weights.resident_blocks"  # override: number of blocks whose weights are not streamed
-ORDER = "weights.order"  # override: order in which micro-batches pass through streamed blocks
-DRIVE = "weights.drive"  # override: folder for masters and optimizer state of streamed weights
-DRIVE_HOLDS = "weights.drive_holds"  # override: whether the folder also has the 16-bit weights
+RESIDENT = "weights.resident_blocks"  # key: number of blocks whose weights are not streamed
+ORDER = "weights.order"  # key: order in which micro-batches pass through streamed blocks
+DRIVE = "weights.drive"  # key: folder for masters and optimizer state of streamed weights
+DRIVE_HOLDS = "weights.drive_holds"  # key: whether the folder also has the 16-bit weights
 
-WINDOW = {"batch_size", "accumulation", "accumulation.batches"}  # overrides: micro-batches of a step
+WINDOW = {"batch_size", "accumulation", "accumulation.batches"}  # keys of the overrides in `MicroBatches`
 
 Compose = Callable[[Mapping[str, str]], Run]  # overrides -> the resolved run with these overrides
 MicroBatches = tuple[int, Mapping[str, str]]  # batch_size, and overrides that keep the effective batch size
@@ -69,8 +69,8 @@ class Typed:
         return as_mapping(self.lines)
 
     def config(self, recipe: Mapping[str, str]) -> Run:
-        """Returns the run of a recipe. Hydra takes 0.1 s to compose a run, so runs are cached. Independent groups
-        (`stands_alone`) and fixed accumulation are inserted into a cached run, without composing again."""
+        """Returns the run of a recipe. Hydra takes 0.1 s to compose a run, so composed runs are cached. Techniques that
+        stand alone (`stands_alone`) and fixed accumulation are inserted into a cached run without composing again."""
         if recipe.get("accumulation") == "fixed" and recipe.keys() >= WINDOW:
             run = self.config({key: value for key, value in recipe.items() if key not in WINDOW})
             batches = choice("accumulation", "fixed") | {"batches": int(recipe["accumulation.batches"])}
@@ -88,7 +88,7 @@ class Typed:
     def _composed(self, recipe: Mapping[str, str]) -> Run:
         try:
             return self._strictly(recipe)
-        except ConfigCompositionException:  # for example: loss.rows was typed, and the recipe's loss has no such key
+        except ConfigCompositionException:  # for example: loss.rows was typed, and the recipe's loss lacks this key
             changed = {group for group, name in recipe.items() if self.named.get(group) != name}
             return self._strictly({**{key: None for key in self.values if key.split(".")[0] in changed}, **recipe})
 
@@ -106,6 +106,9 @@ class Typed:
             return False
 
     def keeps(self, group: str) -> bool:
+        """Returns True if all recipes have the typed run's technique of a group. Groups of CHANGEABLE are kept if
+        `may_change` leaves them out, or if it is None, if their technique was typed. All other groups are kept if their
+        technique or one of their keys, such as loss.rows, was typed."""
         if group in CHANGEABLE and self.may_change is not None:
             return group not in self.may_change
         return group in self.values or (
@@ -122,8 +125,8 @@ class Typed:
 
 @dataclass(frozen=True)
 class PrecisionAndOptimizer:
-    """A precision with an optimizer, which this package calls a training. Args: chosen: the techniques, precision and
-    optim; changes: the differences from the typed training."""
+    """A precision with an optimizer, which this package calls a training. Args: chosen: group -> technique, for the
+    groups precision and optim; changes: the differences from the typed training."""
 
     chosen: Mapping[str, str]
     changes: tuple[Change, ...]
@@ -141,7 +144,7 @@ class Route:
     Args:
         training: precision and optimizer.
         option: the overrides of the route: key -> value.
-        run: the run with these overrides.
+        run: the run with the route's techniques. It lacks some overrides of `option`, such as weights.order.
         micro_batches: pairs of batch_size and the overrides that keep the effective batch size, largest first.
         checkpointings, losses: techniques of the groups in `COMPUTED`, fastest first.
         sums: True if the run has host masters and a step has several micro-batches, whose gradients are summed in fp32
@@ -161,7 +164,7 @@ class Route:
         """Returns a key for comparing device memory. Of the routes with equal keys, the first route needs the least: if
         it does not fit on the card, the later routes do not fit either. (Routes with several micro-batches come before
         routes with a single micro-batch, and weights.order=by_micro_batch before by_layer.) The key leaves out
-        overrides that do not change device memory: a drive, and the optimizer of host masters."""
+        weights.order, and overrides that do not change device memory: a drive, and the optimizer of host masters."""
         elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
         option = {key: value for key, value in self.option.items() if key not in elsewhere}
         if self.run.masters:
@@ -185,8 +188,8 @@ class Route:
 
 
 def trainings(typed: Typed, card: Card | None = None) -> list[PrecisionAndOptimizer]:
-    """Returns the pairs of precision and optimizer to try, without duplicates. Args: card: the card that has to support
-    the dtype of matrix products; None: every dtype is allowed."""
+    """Returns the pairs of precision and optimizer to try, without duplicates. Args: card: a card that must support the
+    dtype of matrix products; None: every dtype is allowed."""
     by_choice = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _precisions(typed, card):
@@ -209,10 +212,10 @@ def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str]
     All micro-batches of a route keep the effective batch size.
 
     With host masters, one route has several micro-batches per step, and another route has a single micro-batch: several
-    micro-batches need fp32 sums of gradients in host memory, and a single micro-batch needs more device memory. With
-    streamed weights, there are two routes with several micro-batches, one for each weights.order, unless weights.order
-    was typed. optim.in_backward=true is a separate route with a single micro-batch, unless the key was typed or the run
-    would be refused.
+    micro-batches need fp32 sums of gradients in host memory, and a single micro-batch needs more device memory. If
+    weights are streamed and weights.order was not typed, each weights.order has a separate route with several
+    micro-batches. A further route with a single micro-batch has optim.in_backward=true, unless the key was typed or the
+    run would be refused.
 
     Args:
         names: the strategies to try.
@@ -240,14 +243,14 @@ def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str]
 
 def _fastest_first(typed: Typed, group: str) -> list[str]:
     """Returns the techniques of a group, fastest first. Techniques that need more activation memory are assumed to be
-    faster. (In the yaml files, `saves` is the share of memory that remains.)"""
+    faster. (In the yaml files, the values of `saves` are shares of memory that remain.)"""
     known = techniques(group)
     return sorted(_choices(typed, group), key=lambda name: -known[name].saves.get("activations", 1.0))
 
 
 def strategies(typed: Typed) -> list[str]:
     """Returns the strategies to try. For one device, or if a strategy was typed, returns only the strategy of the typed
-    run; otherwise all strategies that declare `tried` and work with this number of devices (`_makes_up`)."""
+    run. Otherwise returns all strategies that declare `tried` and work with this number of devices (`_makes_up`)."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, technique in techniques(SHARED).items() if technique.tried and _makes_up(typed, name)]
@@ -261,8 +264,8 @@ def _makes_up(typed: Typed, strategy: str) -> bool:
 
 
 def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
-    """Returns the optimizer to use. For host masters, returns the variant that the yaml of `optim` declares as
-    `on_host`, unless the optimizer was typed."""
+    """Returns the optimizer to use: `optim`, or for host masters the variant that the yaml of `optim` declares as
+    `on_host`. If the search must keep the optimizer (`Typed.keeps`), returns `optim`."""
     on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
 
@@ -291,7 +294,7 @@ def _window(run: Run, option: Mapping[str, str], batch_size: int) -> int:
 
 
 def _reading(run: Run) -> int:
-    """Returns the number of devices that share the sequences of accumulation.size."""
+    """Returns the number of devices among which the sequences of accumulation.size are divided."""
     devices = run.accumulation.devices
     return run.data_ranks if devices == 1 else devices
 
@@ -309,8 +312,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
             if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
-    # The number of sequences per optimizer step over all ranks stays the same as in the typed run. Ranks that read
-    # different data get equal shares of them.
+    # The number of sequences per optimizer step, over all ranks, stays the same as in the typed run. `sequences` is the
+    # equal share of each rank that reads different data.
     sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size

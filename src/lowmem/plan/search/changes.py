@@ -2,7 +2,7 @@
 prefers recipes with smaller differences.
 
 Only precision and optimizer are compared. Accumulation, checkpointing, the chunks of the loss, and the place of tensors
-and of the update do not change the computed update, so recipes that differ only in these settings are `AS_TYPED`. The
+and of the update do not change the computed update. So recipes that differ only in these settings are `AS_TYPED`. The
 class of a precision declares its arithmetic. The yaml of an optimizer declares whether it computes the same update as
 another optimizer (`update_of`).
 """
@@ -16,11 +16,11 @@ from lowmem.config.settle import Run
 
 
 class Tier(IntEnum):
-    """How far a training is from the typed training. A smaller value is closer."""
+    """How far a training (a precision with an optimizer) is from the typed training. A smaller value is closer."""
 
     AS_TYPED = 1
-    CLOSE = 2  # matrix products in another dtype, with weights updated in fp32; optimizer state in another precision
-    ANOTHER = 3  # weights that are rounded to 16 bits at every update; another optimizer
+    CLOSE = 2  # another dtype of matrix products; fp32 weights instead of 16-bit weights; another dtype of state
+    ANOTHER = 3  # weights that are rounded to 16 bits at every update; another update rule
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Finds the fastest settings (checkpointing, loss, micro-batch) with which a route of `candidates.py` fits.
-`recipes.py` calls this search for each route. The search traces few recipes.
+`recipes.py` runs this search for each route.
 
     checkpointing   nothing recomputed -> ... -> inputs of blocks offloaded     slower, fewer activations
     loss            full -> chunked -> tiled                                    slower, fewer logits
     micro-batch     largest -> ... -> smallest                                  slower, fewer activations and logits
 
-In each row, memory decreases from left to right. So the largest micro-batch that fits is found by bisection, and a
-checkpointing and a loss that do not fit with the smallest micro-batch do not fit with any micro-batch.
+In each row, memory decreases from left to right. So few recipes have to be traced: the largest micro-batch that fits is
+found by bisection, and a checkpointing and a loss that do not fit with the smallest micro-batch do not fit with any
+micro-batch.
 """
 
 import math
@@ -24,7 +25,7 @@ class Settings(NamedTuple):
 
 
 class Looked(Protocol):
-    """A traced recipe: the attributes of `recipes.Recipe` that this module uses."""
+    """The attributes of a traced recipe (`recipes.Recipe`) that this module uses."""
 
     seconds: float  # seconds of an optimizer step
 
@@ -74,18 +75,19 @@ class Climb:
         return found if found is not None and found.recipe.seconds < than else None
 
     def of_least_memory(self) -> Looked | None:
-        """Returns the recipe that needs the least memory among the recipes for which `look` does not return None. None:
-        `look` has returned None for all recipes with the smallest micro-batch."""
+        """Returns the recipe with the smallest micro-batch that needs the least memory, among the recipes for which
+        `look` does not return None. None: `look` has returned None for all recipes with the smallest micro-batch."""
         ways = product(reversed(self.losses), reversed(self.checkpointings))
         looked = (self.look(Settings(checkpointing, loss, self.smallest)) for loss, checkpointing in ways)
         return next((recipe for recipe in looked if recipe is not None), None)
 
     def _with_less_memory(self) -> Fitting | None:
-        """Searches settings that need less memory than the fastest settings of the route. Returns: the fastest settings
-        that fit; None if no settings fit.
+        """Searches settings that need less memory than the fastest settings of the route. Returns: the fastest of the
+        tried settings that fit; None if none fit.
 
         After the first settings that fit, a slower checkpointing or loss is tried only with a larger micro-batch than
-        the best settings so far, since with an equal or smaller micro-batch it would be slower than these settings.
+        the best settings so far: with an equal or smaller micro-batch it would be slower. The fastest loss needs the
+        most memory, and is tried only at the end, with the best settings found.
         """
         found = None
         for loss in self.losses[1:] or self.losses:
@@ -103,7 +105,7 @@ class Climb:
 
     def _largest(self, found: Fitting) -> Fitting:
         """Returns the given settings with the largest micro-batch that fits, found by bisection. Args: found: settings
-        that fit with a possibly smaller micro-batch."""
+        that fit, possibly with a smaller micro-batch."""
         too_large = -1  # index of a micro-batch
         while found.settings.size - too_large > 1:
             middle = (too_large + found.settings.size) // 2

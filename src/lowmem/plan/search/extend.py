@@ -6,9 +6,9 @@ the last block, at the loss, ...), are linear in the number of blocks:
 
     value(depth) = near + steps * (far - near)      for example near: 3 blocks, far: 4 blocks, steps: depth - 3
 
-Both short models are traced with the recipe's micro-batch and window. A model may have several kinds of blocks, such as
-sliding-window attention in Gemma, or dense blocks in a mixture of experts. Then the two short models differ by blocks
-of each kind, in the proportion in which the rest of the model has these kinds.
+Both short models are traced with the micro-batch size and the window of the recipe. A model may have several kinds of
+blocks, such as sliding-window attention in Gemma, or dense blocks in a mixture of experts. Then the kinds must have the
+same proportions in the blocks that `far` adds to `near` as in all blocks that `near` lacks.
 
 A recipe is traced in full if it is not linear in depth (checkpointed segments of several blocks, pipelines,
 weights.resident_blocks), or if no two short models are suitable (fewer than five blocks, or kinds of blocks without a
@@ -50,8 +50,8 @@ T = TypeVar("T")
 
 
 class Line(NamedTuple):
-    """The extrapolation to the full depth: near + steps * (far - near), where near and far stand for the traces of a
-    model with `near` blocks and of a model with `far` blocks."""
+    """The extrapolation to the full depth: trace(near) + steps * (trace(far) - trace(near)). Args: near, far: numbers
+    of blocks of the two short models."""
 
     near: int
     far: int
@@ -59,13 +59,13 @@ class Line(NamedTuple):
 
 
 def extended(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:
-    """Returns the trace of a run. The trace is extrapolated from short models if memory and work are linear in depth.
+    """Returns the trace of a run, extrapolated from short models if memory and work are linear in depth.
 
     Args:
         run, on_card, capability, rank: see `trace`.
 
     Returns:
-        The trace. An extrapolated trace has no events for the simulated allocator.
+        The trace. An extrapolated trace has no `events`.
     """
     line = line_of(run)
     if line is None:
@@ -110,7 +110,8 @@ def beyond(near: T, far: T, steps: float) -> T:
 
 
 def _both(near: dict, far: dict, key: Hashable) -> tuple:
-    """Returns the values of a key in both dictionaries. The value of a missing key is 0, or a Point without bytes."""
+    """Returns the values of a key in both dictionaries. For a dictionary without the key, the value is 0 or a Point
+    without bytes."""
     return tuple(found[key] if key in found else _nothing(other[key]) for found, other in ((near, far), (far, near)))
 
 
@@ -121,7 +122,7 @@ def _nothing(value: float | Point) -> float | Point:
 
 
 def line_of(run: Run) -> Line | None:
-    """Returns the extrapolation for a run. None: the run has to be traced in full."""
+    """Returns the extrapolation for a run. None: the run must be traced at full depth."""
     if run.checkpointing.joins_blocks or run.strategy_class.overlaps_micro_batches:
         return None
     if run.weights.arguments.get("resident_blocks"):
@@ -135,10 +136,10 @@ def line_of(run: Run) -> Line | None:
 
 
 def _line(kinds: Sequence[Hashable]) -> Line | None:
-    """Returns the extrapolation from the two shortest suitable models. Models are suitable if each kind of block has
-    the same share among the blocks that the longer model adds as among all blocks that the shorter model lacks, and if
-    the last block of both models is of the same kind as the last block of the full model. None: there are no such
-    models. Args: kinds: the kind of each block."""
+    """Returns the extrapolation from the two shortest suitable models. Two models are suitable if each kind of block
+    has the same share in the blocks that the longer model adds as in all blocks that the shorter model lacks, and if
+    both models end with the same kind of block as the full model. None: no two models are suitable. Args: kinds: the
+    kind of each block."""
     for far in range(FEWEST + 1, len(kinds)):
         for near in range(FEWEST, far):
             steps = (len(kinds) - near) / (far - near)
@@ -160,7 +161,7 @@ class Network(NamedTuple):
 
     @property
     def active_in_blocks(self) -> float:
-        """Returns the share of the blocks' parameters that each token uses."""
+        """Returns the share of the blocks' parameters that a token uses."""
         return 1 - self.inactive / self.in_blocks
 
 
@@ -176,7 +177,7 @@ def network(run: Run, config: PretrainedConfig | None = None) -> Network:
 
 
 class _Model:
-    """A cache key of a model: its config, and the settings that decide which parameters are trained."""
+    """A cache key of a model: its config, its dtype, and the settings that decide which parameters are trained."""
 
     def __init__(self, run: Run, config: PretrainedConfig) -> None:
         self.run, self.config = run, config
@@ -203,8 +204,8 @@ def _network(model: _Model) -> Network:
 
 
 def kind_of(block: nn.Module) -> Hashable:
-    """Returns the kind of a block: its modules with their attributes of the types PLAIN (such as the length of a
-    sliding window), and the names and shapes of its parameters and whether each parameter is trained."""
+    """Returns the kind of a block: the names, classes and PLAIN attributes of its modules (such as the length of a
+    sliding window), and for each parameter its name, its shape and whether it is trained."""
     modules = tuple(
         (name, type(module).__name__, tuple((key, value) for key, value in vars(module).items() if _tells(key, value)))
         for name, module in block.named_modules()

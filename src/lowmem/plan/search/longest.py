@@ -1,9 +1,9 @@
 """Implements longest= of plan.py: finds the longest sequence, the largest micro-batch, or the models of conf/model that
 fit.
 
-Each value that is tried is a separate search, so each answer comes with a recipe. Sequence lengths and batch sizes grow
-by a factor of GROWTH while a recipe fits. Then HALVINGS steps of bisection narrow the gap between the last number that
-fits and the first number that does not. For longest=model, each model of conf/model is tried, smallest first.
+Each tried value is a separate search, so each answer comes with a recipe. Sequence lengths and batch sizes grow by a
+factor of GROWTH while a recipe fits. Then HALVINGS steps of bisection narrow the gap between the last number that fits
+and the first number that does not. For longest=model, each model of conf/model except hf is tried, smallest first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,21 +18,21 @@ from lowmem.system.errors import Refused
 
 QUESTIONS = ("seq_len", "batch_size", "model")
 FIRST = {"seq_len": 1024, "batch_size": 1}
-# Further overrides of a question. Without accumulation the micro-batch is the whole batch. With accumulation the search
-# would split each batch into micro-batches that fit.
+# question -> further overrides. With gradient accumulation, the search would split each batch into micro-batches that
+# fit, so accumulation is switched off.
 BESIDE = {"batch_size": ["accumulation=none"]}
 # question -> prefixes of the keys of typed overrides that an answer replaces, in addition to the question's key
 INSTEAD_OF = {"seq_len": (), "batch_size": ("accumulation.",), "model": ("model.name", "model.architecture")}
 GROWTH = 4  # factor between two successive numbers while recipes fit
 HALVINGS = 2  # number of bisection steps
-HOPELESS = 1 << 24  # numbers from here on are not tried
+HOPELESS = 1 << 24  # growth ends at this number, which is not tried
 
 PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed ones -> the result of a search
 
 
 def lines_that_stay(question: str, typed: Iterable[str]) -> list[str]:
-    """Returns the typed overrides without the overrides of INSTEAD_OF. An override of the question's own key remains,
-    and each answer replaces it. Args: question: one of `QUESTIONS`."""
+    """Returns the typed overrides without the overrides of INSTEAD_OF. An override of the question's own key remains;
+    each answer replaces it. Args: question: one of `QUESTIONS`."""
     return [line for line in typed if not key(line).startswith(INSTEAD_OF[question])]
 
 
@@ -69,7 +69,7 @@ def _models(plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
 def _planned(plan_of: PlanOf, lines: Sequence[str]) -> Plan | str:
     try:
         return plan_of(lines)
-    except (Refused, ConfigCompositionException) as error:  # such as a model without a typed key
+    except (Refused, ConfigCompositionException) as error:  # for example, a model lacks a typed key
         return str(error)
 
 

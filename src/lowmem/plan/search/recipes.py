@@ -6,8 +6,7 @@
                 each recipe                          traced with a few blocks and extrapolated (`extend.py`)
             the best recipe                          traced at full depth; the search stops if it fits
 
-A later level or set is tried only if no recipe of the earlier levels and sets fits. In the code, a level is called
-rank.
+A later level or set is tried only if no recipe of the earlier levels and sets fits. The code calls a level a rank.
 """
 
 import math
@@ -92,9 +91,9 @@ class Plan:
         typed: the typed overrides.
         recipes: the recipes that fit, best first, followed by the recipes that do not fit, smallest first.
         target: the device, host and drive.
-        too_large: number of routes that were skipped because a lower bound of their memory, or a similar route, does
-            not fit.
-        machine: the rates from which times are estimated.
+        too_large: number of routes that were skipped, because a lower bound of their memory exceeds the target, or
+            because a route that needs no more memory does not fit.
+        machine: the rates with which times are estimated.
     """
 
     typed: Typed
@@ -112,8 +111,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Returns the unit of relative times: the seconds per step of the fastest recipe that fits. If no recipe fits,
-        returns the seconds of the fastest recipe."""
+        """Returns the unit of relative times: the seconds per step of the fastest recipe that fits, or of the fastest
+        recipe if none fits."""
         return min(recipe.seconds for recipe in self.fitting or self.recipes)
 
     @property
@@ -121,7 +120,7 @@ class Plan:
         return self.recipes[0] if self.fits(self.recipes[0]) else None
 
 
-@undisturbed()  # garbage collection scans all imported modules, and traces leave little garbage
+@undisturbed()  # garbage collections scan all imported modules, and traces leave little garbage
 def search(typed: Typed, target: Target) -> Plan:
     """Searches level by level until a recipe fits: the typed training, then trainings close to it, then other
     trainings.
@@ -158,7 +157,7 @@ class _Search:
         for training in self.trainings:
             self.by_rank.setdefault(_rank(training, typed.may_change), []).append(training)
         self.machine = machine(target.on_card, target.card, typed.run.multiplies_in)
-        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy, or a recipe's overrides -> why it is refused
+        self.reasons: dict[str | tuple[str, ...], str] = {}  # strategy or a recipe's overrides -> why it is refused
         names = strategies(typed)
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # overrides -> recipe
@@ -193,9 +192,9 @@ class _Search:
     def fits_in(self, rank: int) -> bool:
         """Tries the recipes of a level. Returns: True if a recipe fits.
 
-        Recipes that offload block inputs, and after them recipes that stream weights, are tried only if no other recipe
-        fits, because copies between host and card may slow down the training. Recipes with a drive come last, because
-        they may be slower still, and writing wears out a drive.
+        Recipes that offload block inputs are tried only if no other recipe with resident weights fits, and recipes that
+        stream weights only after them, because copies between host and card may slow down the training. Recipes with a
+        drive come last: they may be slower still, and writing wears out a drive.
         """
         of_rank = self.by_rank[rank]
         every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
@@ -215,8 +214,8 @@ class _Search:
                 yield [route.on_drive(self.target.drive.folder, holds) for route in streamed]
 
     def _any_fits(self, ways: Iterable[Route]) -> bool:
-        """Searches the routes until the best recipe also fits when it is traced at full depth, since only such a recipe
-        is recommended. Returns: True if there is such a recipe."""
+        """Searches the routes until the best recipe also fits when it is traced at full depth. Only such a recipe may
+        be recommended. Returns: True if such a recipe was found."""
         hopeful = self._hopeful(list(ways))
         while (best := self._fastest(hopeful)) is not None:
             if best.prediction.trace.streamed:
@@ -227,8 +226,8 @@ class _Search:
         return False
 
     def _hopeful(self, ways: Sequence[Route]) -> list[Route]:
-        """Returns the routes that fit with the settings that need the least memory, sorted by the time of these
-        settings."""
+        """Returns the routes that fit with the settings that need the least memory, sorted by the time per step with
+        these settings. Stores routes that cannot fit in `too_large` or `hopeless`."""
         hopeful = []
         for route in ways:
             if self._share(route) > 1 or not self.hopeless.isdisjoint((route.on_card, route.on_host)):
@@ -238,10 +237,10 @@ class _Search:
         return [route for _, route in sorted(hopeful, key=itemgetter(0))]
 
     def _smallest_that_fits(self, route: Route) -> Recipe | None:
-        """Returns a recipe that fits, with the settings of a route that need the least memory. First a recipe with
-        block inputs in host memory is tried, because it needs the least device memory. If only the block inputs are too
-        much for the host, or if no such recipe exists, a recipe with block inputs on the card is tried. None: neither
-        recipe fits."""
+        """Returns a recipe that fits, with the settings of a route that need the least memory. First tries a recipe
+        with block inputs in host memory, because it needs the least device memory. If only the block inputs exceed the
+        host memory, or if no such recipe exists, tries a recipe with block inputs on the card. None: neither recipe
+        fits."""
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
             if recipe is None:
@@ -258,8 +257,8 @@ class _Search:
         return None
 
     def _fastest(self, ways: Iterable[Route]) -> Recipe | None:
-        """Searches the settings of the given routes. Args: ways: the routes, fastest first. Returns: the best recipe
-        that fits of all recipes that were tried so far; None: no recipe fits."""
+        """Searches the settings of the given routes. Args: ways: the routes, fastest first. Returns: the best of all
+        recipes that were tried so far and fit; None: no recipe fits."""
         for route in ways:
             best = self._best()
             self._climb(route).fastest(best.seconds if best else math.inf)
@@ -277,7 +276,7 @@ class _Search:
         return card is not None and recipe.prediction.device.total > card
 
     def _climb(self, route: Route) -> Climb:
-        # routes with an equal key need equal device memory if their settings are equal
+        # routes with equal keys need equal device memory for equal settings
         alike = (*route.on_card, route.option.get(ORDER), route.sums)
 
         def look(settings: Settings) -> Recipe | None:
@@ -327,20 +326,21 @@ class _Search:
         return seconds
 
     def _add_resident_blocks(self, recipe: Recipe) -> None:
-        """Tries a recipe with streamed weights again, with as many resident blocks as fit on the card."""
+        """Traces a recipe with streamed weights again, with as many resident blocks as fit on the card. A no-op without
+        a card, or if weights.resident_blocks was typed."""
         memory, run = self.target.device_memory, self.typed.config(as_mapping(recipe.overrides))
         if memory is None or RESIDENT in self.typed.values:
             return
         depth, _ = recipe.prediction.trace.blocks
         block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
-        most = depth - run.weights.arguments["slots"] - 1  # with more resident blocks, all blocks would be on the card
+        most = depth - run.weights.arguments["slots"] - 1  # with one more, all blocks would be on the card
         count = min(int((memory - recipe.prediction.device.total) / block), most)
         overrides = (*recipe.overrides, f"{RESIDENT}={count}")
         if count > 0:
             self._tried(overrides, self.typed.config(as_mapping(overrides)), recipe.changes)
 
     def _fits_in_full(self, recipe: Recipe) -> bool:
-        """Traces a recipe at full depth, if it was only extrapolated before. Returns: True if the recipe fits."""
+        """Traces a recipe at full depth, if its trace was extrapolated. Returns: True if the recipe fits."""
         if not recipe.traced:
             run = self.typed.config(as_mapping(recipe.overrides))
             exact = predict(run, self.target, libraries=self.libraries)
@@ -349,7 +349,8 @@ class _Search:
 
     def trace_the_smallest(self) -> None:
         """If no recipe was traced, traces the smallest recipe of the route with the smallest lower bound, so that the
-        plan can report its memory. Recipes that fit according to an extrapolated trace are traced at full depth."""
+        plan can report the memory of this recipe. Recipes that fit according to an extrapolated trace are traced at
+        full depth."""
         for route in sorted(self.too_large.values(), key=self._share):
             if not self.tried:  # the recipes of the smallest route may be refused
                 self._climb(route).of_least_memory()
@@ -357,9 +358,8 @@ class _Search:
             pass
 
     def _share(self, route: Route) -> float:
-        """Returns a lower bound of a route's memory (weights, gradients, optimizer state), as a share of the target's
-        memory: the larger one of the shares of the card and of the host. If the result is above 1, the route cannot
-        fit."""
+        """Returns a lower bound of a route's memory (weights, gradients, optimizer state) as a share of the target's
+        memory: the larger of the shares of card and host. Above 1, the route cannot fit."""
         needs = (self._least_of_card(route), self._least_of_host(route))
         sizes = (self.target.device_memory, self.target.host_memory)
         return max(need / size if size is not None else 0.0 for need, size in zip(needs, sizes, strict=True))
@@ -387,8 +387,8 @@ class _Search:
 
 
 def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
-    """Yields the routes with a part of their checkpointings: with `on_host`, the checkpointings that offload block
-    inputs to host memory, otherwise the other checkpointings. Routes without any such checkpointing are left out."""
+    """Yields the routes with only some of their checkpointings: if `on_host` is True, those that offload block inputs
+    to host memory, otherwise all others. Leaves out routes without such a checkpointing."""
     known = techniques("gradient_checkpointing")
     for route in ways:
         names = [name for name in route.checkpointings if known[name].inputs_on_host == on_host]
@@ -397,15 +397,15 @@ def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
 
 
 def _rank(training: PrecisionAndOptimizer, may_change: Collection[str] | None) -> int:
-    """Returns the level of a training; level 1 is tried first. If `may_change` names any group, trainings close to the
+    """Returns the level of a training; level 1 is tried first. If `may_change` names a group, trainings close to the
     typed training also have level 1."""
     return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
 
 
 def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Returns the recipes, best first. The recipes are sorted by time, except for the first recipe: of all recipes that
-    are about as fast as the fastest (SAME), the best is the recipe with the fewest changes of the training, and among
-    these with the fewest overrides."""
+    """Returns the recipes, best first. The best recipe is, of all recipes that are about as fast as the fastest (SAME),
+    the recipe with the fewest changes of the training, and among equals with the fewest overrides. The other recipes
+    are sorted by time."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
     as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # a stable sort: ties stay sorted by time

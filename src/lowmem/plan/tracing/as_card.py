@@ -2,7 +2,7 @@
 for a card.
 
 Dropout, attention, autocast and torch.optim do not allocate the same tensors on a CPU as on CUDA. This module replaces
-all four during the trace, and names the source file in torch that each replacement follows.
+all four during the trace.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ from lowmem.system.torch_private import has_kernel, replaced_kernels
 from lowmem.techniques.optim.build import MakeOptimizer
 
 # Operators of language models that autocast computes in fp32 on CUDA, but in 16 bits on a CPU (AT_FORALL_FP32 and
-# _FP32_SET_OPT_DTYPE in aten/src/ATen/autocast_mode.h). Names that the installed torch does not cast on CUDA are
-# skipped: torch 2.11 computes rms_norm in 16 bits.
+# _FP32_SET_OPT_DTYPE in aten/src/ATen/autocast_mode.h). `_autocast` skips operators that the installed torch does not
+# cast on CUDA, such as rms_norm in torch 2.11.
 IN_FP32 = (
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp", "expm1", "log", "log1p", "rsqrt", "reciprocal"),
     *("softplus", "layer_norm", "rms_norm", "group_norm", "logsumexp"),
@@ -33,7 +33,7 @@ SUMS_IN_FP32 = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "s
 
 @contextmanager
 def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend | None]:
-    """Context manager in which dropout, attention and autocast allocate tensors as on CUDA.
+    """Context manager in which dropout, attention and autocast allocate the same tensors as on CUDA.
 
     On CUDA, dropout saves a mask of one byte per element (aten/src/ATen/native/cuda/Dropout.cu). On a CPU, autograd
     saves the noise in the dtype of the input (aten/src/ATen/native/Dropout.cpp).
@@ -56,13 +56,13 @@ def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend |
 
 
 def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
-    """Returns the bytes of the cuBLAS workspaces that are allocated in forward, and the bytes of the workspaces that
-    are allocated in backward.
+    """Returns the bytes of cuBLAS workspaces that a run's first forward pass allocates, and the bytes that the first
+    backward pass allocates.
 
     Each thread that computes matrix products has a separate workspace: the training thread in forward, and autograd's
-    thread in backward. With weights.order=by_layer, each micro-batch has a thread that computes both passes, so the
-    workspaces of all micro-batches are counted in forward, and the second value is the workspace of the training
-    thread, which computes evaluations. Pipelines are counted in the same way as by_layer.
+    thread in backward. With weights.order=by_layer, each micro-batch has a thread that computes both passes. Then the
+    first value counts the workspaces of all micro-batches, and the second value is the workspace of the training
+    thread, which computes evaluations. Pipelines are counted like by_layer.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))
     return (run.windows.largest if run.overlaps else 1) * size, size
@@ -75,7 +75,7 @@ def _capability() -> float:
 
 @contextmanager
 def _dropout() -> Iterator[None]:
-    """Replaces dropout at the Autograd dispatch key, so that composite operators such as math attention also use the
+    """Replaces dropout at the Autograd dispatch key, so that composite operators, such as math attention, also use the
     replacement."""
 
     def on_card(input: Tensor, p: float, train: bool) -> Tensor:
@@ -88,8 +88,7 @@ def _dropout() -> Iterator[None]:
 
 @contextmanager
 def _autocast() -> Iterator[None]:
-    """Replaces casts at the Autocast dispatch key, so that a forward pass that is recomputed in backward also uses the
-    replacements."""
+    """Replaces casts at the Autocast dispatch key, so that the recomputation in backward also uses the replacements."""
     with replaced_kernels("AutocastCPU") as ours:
         for name in (name for name in (*IN_FP32, *SUMS_IN_FP32) if has_kernel(name, "AutocastCUDA")):
             packet, _, overload = name.partition(".")
@@ -117,9 +116,9 @@ def _widened(value: object) -> object:
 
 
 def foreach(make: MakeOptimizer) -> MakeOptimizer:
-    """Returns a factory of optimizers with torch.optim's foreach implementation, which is the default on CUDA but not
-    on a CPU (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). The temporary tensors of foreach take about
-    as much memory as the parameters."""
+    """Returns a factory of optimizers that use torch.optim's foreach implementation, which is the default on CUDA but
+    not on a CPU (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). The temporary tensors of foreach take
+    about as much memory as the parameters. An optimizer whose `foreach` or `fused` option is set does not change."""
 
     def on_card(groups: list[dict]):
         optimizer = make.make(groups)

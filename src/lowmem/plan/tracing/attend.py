@@ -3,16 +3,16 @@ temporary memory in backward. `as_card.py` replaces torch's attention by `Attend
 
 `Attend` calls torch's operator for the kernel that `attention.py` predicts. Shape inference and autograd of the
 operator work without a card, so the saved tensors are exact. The temporary memory inside a kernel's backward is not
-visible as tensors: its size is computed by formulas from torch's sources, and a tensor of this size is kept alive while
+visible as tensors. Its size is computed by formulas from torch's sources, and tensors of this size are kept alive while
 the backward runs.
 
 Three kinds of temporary memory are not counted:
 
-- the buffers of the flash kernel if it splits the keys in forward, for short rows (2 x multiprocessors x 64 x head size
-  x 4 bytes: 8 MiB on an H100 with a head size of 128);
+- the buffers of the flash kernel if, for short rows, it splits the keys in forward (2 x multiprocessors x 64 x head
+  size x 4 bytes: 8 MiB on an H100 with a head size of 128);
 - the workspace of cuDNN's plans, whose size is not documented;
-- the mask of masked rows in the softmax of the math kernel (a quarter of the bytes of the scores, which is less than
-  the backward of the math kernel needs).
+- the mask of masked rows in the softmax of the math kernel (a quarter of the bytes of the scores; the backward of the
+  math kernel needs more).
 """
 
 import torch
@@ -45,7 +45,7 @@ class Attend:
         """Computes attention with the arguments of `F.scaled_dot_product_attention`. Args: query: (B, heads, T, D);
         key, value: (B, heads or fewer, T, D)."""
         query, key, value, mask = map(_by_autocast, (query, key, value, attn_mask))
-        with torch.autocast("cpu", enabled=False):  # autocast has cast the inputs, and is disabled inside the operator
+        with torch.autocast("cpu", enabled=False):  # inputs are cast; operators run without autocast
             call = _call(query, key, value, mask, dropout_p, is_causal)
             if call.trains:
                 self.advice = self.advice or advice(call, self.capability)
@@ -60,8 +60,8 @@ class Attend:
 
 
 def _by_autocast(tensor: Tensor | None) -> Tensor | None:
-    """Casts a tensor as autocast does for attention, which is in the list AT_FORALL_LOWER_PRECISION_FP
-    (ATen/autocast_mode.h)."""
+    """Casts a tensor as autocast does for attention: to autocast's 16-bit dtype (AT_FORALL_LOWER_PRECISION_FP in
+    ATen/autocast_mode.h)."""
     if tensor is None or not tensor.is_floating_point() or not torch.is_autocast_enabled("cpu"):
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))
@@ -86,7 +86,7 @@ def _call(
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: AttentionCall, scale: float | None) -> Tensor:
-    """Calls flash attention. Head sizes are padded to a multiple of 8, as by pad_last_dim in attention.cpp."""
+    """Calls flash attention. Pads head sizes to a multiple of 8, as pad_last_dim in attention.cpp does."""
     short = -call.head % 8
     padded = [F.pad(t, (0, short)) if short else t for t in (query, key, value)]
     out = ATTENTION_FLASH(*padded, call.dropout, call.causal, scale=scale)[0]
@@ -97,8 +97,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Attentio
 def _efficient(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall, scale: float | None
 ):
-    """Calls memory-efficient attention. The last dimension of a mask is padded to a multiple of 8, as by
-    preprocess_mask in attention.cpp."""
+    """Calls memory-efficient attention. Pads the last dimension of a mask to a multiple of 8, as preprocess_mask in
+    attention.cpp does."""
     if mask is not None:
         short, shape = -mask.shape[-1] % 8, (*query.shape[:3], key.shape[2])
         mask = (F.pad(mask, (0, short))[..., : mask.shape[-1]] if short else mask).expand(shape)
@@ -138,9 +138,9 @@ def _up(size: int, multiple: int) -> int:
 
 def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
     """Returns the bytes of the temporary tensors in the backward of flash attention, as mha_bwd in
-    cuda/flash_attn/flash_api.cpp allocates them: the gradient of the query in fp32, and a sum for each row. With
-    grouped heads, there are also the gradients of keys and values for every query head, in the query's dtype, before
-    they are summed."""
+    cuda/flash_attn/flash_api.cpp allocates them: the gradient of the query in fp32, and a sum for each row. Grouped
+    heads also need the gradients of keys and values for every query head, in the query's dtype, before these gradients
+    are summed."""
     batch, heads, tokens, size = query.shape
     padded, rows = _up(size, 8), _up(tokens, 128)
     expanded = query.element_size() * batch * heads * key.shape[-2] * padded
@@ -153,9 +153,9 @@ def efficient_scratch(query: Tensor) -> list[int]:
     _efficient_attention_backward in cuda/attention_backward.cu allocates them: a sum for each row, and a workspace.
 
     The workspace is workspace_size of cuda/mem_eff_attention/kernel_backward.h, for the largest tiles that a card may
-    use: the gradient of the query in fp32, and for 16-bit heads larger than 64 also the gradients of keys and values
-    for each split of the rows. The fp32 product from which the sums are computed is not counted, because the workspace
-    is at least as large.
+    use. It has the gradient of the query in fp32, and for 16-bit heads larger than 64 also the gradients of keys and
+    values for each split of the rows. The fp32 product from which the sums are computed is not counted, because the
+    workspace is at least as large.
     """
     batch, heads, tokens, size = query.shape
     many = 4 * batch * heads

@@ -1,13 +1,13 @@
 """Predicts which attention kernel torch selects on a card, for any dtype, compute capability and head size. `attend.py`
-uses the prediction to trace memory.
+traces the memory of the predicted kernel.
 
 The flash, memory-efficient and cuDNN kernels save no tensor of shape (tokens, tokens). If none of these three kernels
 supports a call, torch uses the math kernel, which saves several tensors of this shape.
 
-CPU builds of torch do not contain the rules of the selection, so this module repeats the rules of torch 2.11 to 2.13.
-The rules are in aten/src/ATen/native/transformers, in cuda/sdp_utils.cpp and sdp_utils_cpp.h; rules in other files are
+CPU builds of torch lack the code that selects a kernel, so this module repeats the rules of torch 2.11 to 2.13. The
+rules are in aten/src/ATen/native/transformers, in cuda/sdp_utils.cpp and sdp_utils_cpp.h; rules in other files are
 marked with the file's name. On a card, tests/plan/test_attention.py compares the predictions with
-`torch._fused_sdp_choice`; they agreed with torch 2.11 on an H200.
+`torch._fused_sdp_choice`. On an H200 with torch 2.11, all predictions agreed.
 """
 
 from dataclasses import dataclass, replace
@@ -53,16 +53,16 @@ class AttentionCall:
 
 
 def kernel(call: AttentionCall, capability: float) -> str:
-    """Returns the name of the first kernel that supports the call, in the order of sdp_priority_order (ATen/Context.h),
-    as select_sdp_backend does."""
+    """Returns the name of the kernel that select_sdp_backend would return: the first kernel in the order of
+    sdp_priority_order (ATen/Context.h) that supports the call. The math kernel comes last and supports every call."""
     able = {CUDNN: _cudnn, FLASH: _flash, EFFICIENT: _efficient}
     order = (CUDNN, FLASH, EFFICIENT) if capability in PREFER_CUDNN else (FLASH, EFFICIENT)
     return next((name for name in order if call.plain and able[name](call, capability)), MATH)
 
 
 def _flash(call: AttentionCall, capability: float) -> bool:
-    """Returns whether flash attention supports the call, as can_use_flash_attention does. Any head size is accepted,
-    because head sizes are padded to a multiple of 8 (attention.cpp)."""
+    """Returns whether flash attention supports the call, as can_use_flash_attention does. Head sizes up to 256 need not
+    be a multiple of 8, because torch pads them (attention.cpp)."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED or call.mask:  # check_for_attn_mask
         return False
     if call.head != call.value or call.head > 256 or (call.causal and not call.square):
@@ -76,8 +76,8 @@ def _flash(call: AttentionCall, capability: float) -> bool:
 def _efficient(call: AttentionCall, capability: float) -> bool:
     """Returns whether memory-efficient attention supports the call, as can_use_mem_efficient_attention does. Up to
     torch 2.14, check_batch_size_and_num_heads_dense refuses grouped heads. Later versions may accept grouped heads, but
-    this has not been tested on a card. So False is returned for all versions, and the prediction is the math kernel,
-    which needs more memory."""
+    this has not been tested on a card. So this function returns False for grouped heads in all versions, and the
+    prediction is the math kernel, which needs more memory."""
     dtypes = (torch.float32, *SHORT) if capability >= 8.0 else (torch.float32, torch.float16)
     if call.dtype not in dtypes or not 5.0 <= capability <= SUPPORTED or call.grouped:
         return False
@@ -86,7 +86,7 @@ def _efficient(call: AttentionCall, capability: float) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: float) -> int:
-    """Returns the number of elements of which head sizes must be a multiple, as minimum_gemm_alignment does."""
+    """Returns the number that must divide the head sizes, as minimum_gemm_alignment does."""
     if dtype in SHORT and capability >= 7.0:
         return 8
     return 4 if capability >= 8.0 else 1
@@ -95,8 +95,8 @@ def _alignment(dtype: torch.dtype, capability: float) -> int:
 def _cudnn(call: AttentionCall, capability: float) -> bool:
     """Returns whether cuDNN attention supports the call, as can_use_cudnn_attention does. torch 2.11 accepts any
     dropout, and heads of up to 256 for compute capability 9.0. Later versions accept only dropout of a multiple of 1/16
-    (check_cudnn_dropout). With a newer cuDNN they also accept heads of up to 256, for which this function returns
-    False, because flash needs about as much memory."""
+    (check_cudnn_dropout). With a newer cuDNN, later versions also accept heads of up to 256. For heads above 128 this
+    function returns False nevertheless, because flash needs about as much memory."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
         return False
     if call.dropout * 16 % 1 and LATER_THAN_2_11:
@@ -106,8 +106,8 @@ def _cudnn(call: AttentionCall, capability: float) -> bool:
 
 
 def advice(call: AttentionCall, capability: float) -> str | None:
-    """Returns a sentence with an override that avoids the math kernel. None: torch does not use the math kernel for the
-    call."""
+    """Returns a sentence that says why torch uses the math kernel, and which override avoids the kernel or its memory.
+    None: torch does not use the math kernel for the call."""
     if kernel(call, capability) != MATH:
         return None
     obstacles = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]

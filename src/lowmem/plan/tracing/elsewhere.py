@@ -22,11 +22,11 @@ class NotTraced(Exception):
 
 
 def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:
-    """Returns the result of `trace`, which is called in a separate process.
+    """Calls `trace` in a separate process, and returns its result. All blocks of the model are traced.
 
     Raises:
         NotTraced: the separate process failed.
-        Refused: `trace` has raised Refused.
+        Refused: `trace` raised it in the separate process.
     """
     done = subprocess.run(
         [sys.executable, "-m", __name__],
@@ -44,8 +44,8 @@ def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, ra
 
 
 def main() -> None:
-    """Runs in the separate process: reads a run from stdin, traces it, and writes the trace to stdout, or the `Refused`
-    that `trace` raised."""
+    """Runs in the separate process: reads a pickled run from stdin, traces the run, and writes the pickled trace to
+    stdout, or the `Refused` that `trace` raised."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that libraries print must not be mixed with the answer
     values, *others = pickle.load(sys.stdin.buffer)

@@ -2,8 +2,8 @@
 process group.
 
 The fake process group sends nothing, and does not change the tensors into which a rank receives. This is sufficient for
-fake tensors, because all buffers of a collective are allocated as in a run. Only one rank computes, so tracing a run on
-512 devices takes no longer than tracing a run on two devices. Source: torch/testing/_internal/distributed/fake_pg.py.
+fake tensors, because all buffers of a collective are allocated as in a run. Only one rank computes, so a trace takes as
+long for 512 devices as for two devices. Source: torch/testing/_internal/distributed/fake_pg.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
 @contextmanager
 def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
-    """Context manager that yields the strategy of the rank. With one device, yields `OneDevice()`. Args: run: resolved
-    settings; rank: 0 to run.devices - 1.
+    """Context manager that joins a fake process group as one rank, and yields the strategy of this rank. For a run on
+    one device, yields `OneDevice()`. Args: run: resolved settings; rank: 0 to run.devices - 1.
 
     Raises:
         Refused: this process belongs to a running process group.
@@ -79,8 +79,8 @@ _init = DistributedDataParallel.__init__
 
 def _reduces_without_numbers(ddp: DistributedDataParallel, *args, **kwargs) -> None:
     """Replaces the constructor of DDP: leaves out the parts of DDP's C++ code that read values. These parts compare the
-    weights of ranks, read the results of collectives, and rebuild the buckets in the order of the gradients (which does
-    not change the bytes of the buckets)."""
+    weights of ranks, read the results of collectives, and rebuild the buckets in the order in which gradients became
+    ready. Rebuilding would not change the total bytes of the buckets."""
     _init(ddp, *args, **kwargs | {"init_sync": False})
     ddp.register_comm_hook(None, _sent)
     ddp.reducer = InThisOrder(ddp.reducer)

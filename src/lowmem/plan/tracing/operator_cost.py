@@ -1,5 +1,5 @@
-"""Counts the FLOPs of an operator and the bytes that it reads and writes. `cost/machine.py` converts both to
-seconds."""
+"""Counts the FLOPs of an operator, and the bytes that the operator reads and writes. `cost/machine.py` estimates the
+seconds of an operator from both."""
 
 from functools import cache
 from math import prod
@@ -15,9 +15,9 @@ from lowmem.system.torch_private import ATTENTION, ATTENTION_BACKWARD, OpOverloa
 class Work(NamedTuple):
     """The work of one operator."""
 
-    dtype: torch.dtype  # dtype of the first tensor that the operator reads, and so of the inputs of a matrix product
-    flops: int  # FLOPs of matrix products and attention; 0 for all other operators
-    moved: int  # bytes that are read and written; a tensor that is changed in place counts twice
+    dtype: torch.dtype  # dtype of the first tensor that the operator reads, such as a factor of a matrix product
+    flops: int  # FLOPs of matrix products, convolutions and attention; 0 for all other operators
+    moved: int  # bytes read plus bytes written; a tensor that is read and changed in place counts twice
 
 
 class Touched(NamedTuple):
@@ -56,8 +56,8 @@ def _tensors(value: object) -> list[Tensor]:
 def _bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's elements in memory. Elements that an expanded dimension repeats count once.
 
-    The bytes are computed from shape and strides and not from the storage, which may be larger, because `shapes.py`
-    caches work by shape and strides.
+    The bytes follow from shape and strides, not from the size of the storage, because `shapes.py` caches work by shape
+    and strides.
     """
     distinct = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return min(distinct, tensor.numel()) * tensor.element_size()
@@ -88,8 +88,8 @@ _OVERWRITE = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bern
 
 
 def _attention(query: Tensor, key: Tensor, *_, **__) -> int:
-    """Returns the FLOPs of attention: two matrix products of T x T x D for each head of (B, heads, T, D). Savings by a
-    causal mask are not counted."""
+    """Returns the FLOPs of attention: two matrix products of T x T x D for each head of (B, heads, T, D). A causal mask
+    does not reduce the count."""
     b, heads, t, d = query.shape
     return 4 * b * heads * t * key.shape[-2] * d
 

@@ -1,8 +1,10 @@
-"""The memory meter of a traced run: records every allocation and release, and the place in the model where it happened.
+"""The memory meter of a traced run: records every allocation and release of the traced window and evaluation, and the
+place in the model where it happened.
 
-A place is a phase and a position, such as "forward first" (in forward, from the beginning of the first block), "forward
-middle", "forward last" or "backward end". With weights.order=by_layer, the first micro-batch is in backward while other
-micro-batches still run the forward pass of the last block: this place is "backward beside last".
+A place is a phase and a position: "start" (before the first block), "first" (in the first block), "middle", "last", or
+"end" (after the last block). For example, backward begins at "backward end", in the head and the loss. With
+weights.order=by_layer, the first micro-batch is in backward while the other micro-batches still run the forward pass of
+the last block: this place is "backward beside last". An evaluation is a single place.
 """
 
 from collections.abc import Mapping
@@ -30,7 +32,7 @@ class Recording(NamedTuple):
 
 
 class Recorder(MemoryMeter):
-    """A `MemoryMeter` that stores all events of one window and one evaluation. Args: file: the csv file of the meter;
+    """A `MemoryMeter` that keeps all events of one window and one evaluation. Args: file: the csv file of the meter;
     before: number of windows before the window to record."""
 
     tracker = ToldTracker
@@ -45,8 +47,8 @@ class Recorder(MemoryMeter):
         self.weights = self.host_bytes = 0
 
     def mark_blocks(self, model: nn.Module) -> None:
-        """Registers hooks on the blocks that mark the places in forward and backward: the first block, the last block,
-        and the blocks between them."""
+        """Registers hooks on the blocks that mark the places of the window: the first block, the last block, and the
+        blocks between them. A no-op for a model without a stack of blocks."""
         stack = stack_of(model)
         if not stack:
             return
@@ -88,8 +90,7 @@ class Recorder(MemoryMeter):
         self.weights, self.host_bytes = self.ledger.bytes()["weights"], sum(self.ledger.bytes("host").values())
 
     def _points(self, tracker: StorageTracker) -> list[Point]:
-        """Returns all points of the timeline, because `marks` are indices of events. (The base class leaves out
-        points.)"""
+        """Returns all points of the timeline. (The base class leaves out points, but `marks` are indices of events.)"""
         return list(tracker.timeline())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
@@ -105,18 +106,18 @@ class Recorder(MemoryMeter):
 
 
 def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -> dict[str, Point]:
-    """Returns the highest point of each place: place -> the point with the most device bytes, with the host bytes of
-    the point with the most host bytes.
+    """Returns place -> the point with the most device bytes, in which `host_bytes` is replaced by that of the point
+    with the most host bytes.
 
     On a CPU, device and host share one memory, and the sum of device and host bytes may be highest at another point
-    than the device bytes. Then each category of the returned `host_bytes` has the device and host bytes of the point
-    with the highest sum, minus the device bytes of the returned point. So the sum of the returned point is the highest
-    sum.
+    than the device bytes. So on a CPU, each category of `host_bytes` has the device and host bytes of the point with
+    the highest sum, minus the device bytes of the returned point. Then device and host bytes of the returned point add
+    up to the highest sum.
 
     Args:
         points: the points of a `Recording`.
         marks: the marks of the `Recorder`. If empty, each phase is one place.
-        on_card: whether the run is planned for a card.
+        on_card: True: the run is planned for a card, whose memory is separate.
     """
     starts = [start for start, _ in marks[1:]] + [len(points)]
     places: dict[str, list[Point]] = {}
@@ -130,8 +131,8 @@ def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -
 
 
 def of_phases(places: Mapping[str, Point], on_card: bool) -> dict[str, Point]:
-    """Returns the highest point of each phase, with the highest host bytes of the phase (see `by_place`). Args: places:
-    the result of `by_place`."""
+    """Returns phase -> the point with the most device bytes, with the most host bytes of the phase as in `by_place`.
+    Args: places: the result of `by_place`."""
     phases: dict[str, list[Point]] = {}
     for place, point in places.items():
         phases.setdefault(place.split()[0], []).append(point)

@@ -1,10 +1,9 @@
 """Defines the fake tensor mode of traced runs: operators return tensors with a shape and a storage, but without memory.
 
-torch's FakeTensorMode infers the outputs of an operator from the shapes of its arguments. A model calls an operator
-with equal shapes in each block, for each parameter of a shape, and in each trace of a search. So `ShapeMode` caches the
-outputs by operator and shapes; creating outputs from the cache takes a sixth of the time. Some calls are not cached,
-for example a call whose arguments include a constant tensor, whose output shapes depend on values, or which resizes a
-storage.
+torch's FakeTensorMode infers the outputs of an operator from the shapes of its arguments. Calls with equal shapes recur
+in every block, for every parameter of the same shape, and in every trace of a search. So `ShapeMode` caches the outputs
+by operator and shapes; creating outputs from the cache takes a sixth of the time. Some calls are not cached: for
+example if an argument is a constant tensor, if the output shapes depend on values, or if the call resizes an argument.
 """
 
 from collections import Counter
@@ -36,11 +35,11 @@ from lowmem.system.torch_private import (
     tree_leaves,
 )
 
-# Number of traced experts of a mixture that calls its experts one by one. With three experts, a gradient is also added
-# to the sum of two gradients, as with more experts.
+# Number of traced experts of a mixture that calls its experts one by one. Three are enough to trace all kinds of
+# gradient sums: two gradients are added, and then a gradient is added to a sum.
 EXPERTS = 3
-# Maximum number of operators of a micro-batch: four times the number in GPT-2 XL. The limit ends loops that depend on
-# values, which might never end on fake tensors.
+# Maximum number of operators per micro-batch: four times the number in GPT-2 XL. The limit ends loops that depend on
+# values, because on fake tensors such a loop might never end.
 OPERATORS = 250_000
 PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -75,9 +74,9 @@ _known: dict[tuple, Known] = {}  # the cache: (operator, shapes of arguments, ..
 
 
 class ShapeMode(LeanFakeTensorMode):
-    """A fake tensor mode that answers data-dependent checks with True and reads of a number with a fixed number, counts
-    the work of each operator, and passes outputs to memory trackers. Args: over_gloo: whether devices communicate over
-    gloo instead of NCCL."""
+    """A fake tensor mode that counts the work of each operator, and passes outputs to memory trackers. Data-dependent
+    checks return True, and reading a number from a tensor returns a fixed number. Args: over_gloo: True: devices
+    communicate over gloo (a run on CPUs), False: over NCCL."""
 
     def __init__(self, over_gloo: bool = False) -> None:
         super().__init__()
@@ -131,8 +130,7 @@ class ShapeMode(LeanFakeTensorMode):
         return out
 
     def counting(self, phase: str, call: Callable) -> Callable:
-        """Returns a wrapper of a function, whose work is counted in `phase` even if the function is called in another
-        phase."""
+        """Returns a wrapper that calls a function and counts its work in `phase`, even during another phase."""
 
         def counted(*args, **kwargs):
             before, self.phase = self.phase, self.phase and phase  # outside of the traced window it stays None
@@ -145,16 +143,16 @@ class ShapeMode(LeanFakeTensorMode):
 
     def _used(self, mask: Tensor) -> Tensor:
         """Returns the indices that `nonzero` is assumed to find in a mask of a mixture of experts. For a mask (E,) over
-        experts: EXPERTS indices. For a mask (k, T) over tokens: an expert's share of the tokens, as if they were spread
-        evenly over EXPERTS experts."""
+        experts: EXPERTS indices. For a mask (k, T) over tokens: an expert's share of the k * T entries, as if they were
+        spread evenly over EXPERTS experts."""
         self.spread = True
         rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
         with self:
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
 
     def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-        """Returns the arguments of a split with equal sizes in place of the given sizes, which come from values that
-        fake tensors do not have."""
+        """Returns the arguments of a split in which all sizes are equal (up to one token). The given `sizes` were read
+        from values that fake tensors lack."""
         self.spread = True
         share, more = divmod(tokens.shape[dim], len(sizes))
         return tokens, [share + (i < more) for i in range(len(sizes))], dim
@@ -206,7 +204,7 @@ class ShapeMode(LeanFakeTensorMode):
 
 
 def _is_real(args: tuple) -> bool:
-    """Returns True if all tensors in the arguments of a call have real values. An example is the tensor of ranks of a
+    """Returns True if a call has tensor arguments and all of them have real values, such as the tensor of ranks of a
     device mesh."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)

@@ -2,10 +2,10 @@
 optimizer.
 
 Some optimizers, such as 8-bit optimizers, pass raw pointers to C++, CUDA or compiled code. Fake tensors have no memory
-to point to. But the state of these optimizers, and the temporary memory of a step, take a fixed number of bytes per
-element of a parameter (a rate). To measure the rates, the real optimizer steps small real parameters of each role
-(matrix, embedding, vector): one parameter, and then two parameters. The state that the second parameter adds gives the
-rate of the state. No measurement depends on the name of an optimizer.
+to which a pointer could point. But the state of these optimizers, and the temporary memory of a step, take a fixed
+number of bytes per element of a parameter (a rate). To measure the rates, the real optimizer steps small real
+parameters of each role (matrix, embedding, vector): one parameter, and then two parameters. The state that the second
+parameter adds gives the rate of the state.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ THRESHOLD = 4096  # parameters with fewer elements have 32-bit state in 8-bit op
 
 
 class Rate(NamedTuple):
-    """Bytes of optimizer memory per element of a parameter."""
+    """Bytes of optimizer memory per element of a parameter, for one role and size of parameters."""
 
     tensors: tuple[float, ...]  # of each tensor of the state
     scratch: float  # of the temporary memory of a step
@@ -42,7 +42,7 @@ class Rate(NamedTuple):
 
 
 def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimizer:
-    """Measures an optimizer and returns a factory of its stand-in.
+    """Measures an optimizer by stepping real parameters, and returns a factory of its stand-in.
 
     Args:
         make: factory of the optimizer.
@@ -61,10 +61,11 @@ def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimize
 
 
 def unseen(make: MakeOptimizer) -> float:
-    """Measures the temporary memory inside the operators or compiled code of a real step. Returns: bytes per element.
+    """Returns the bytes per element of temporary memory inside the operators or the compiled code of an optimizer step,
+    measured in a real step.
 
-    The memory tracker cannot see this memory, so the growth of the process's resident memory is measured. This takes
-    about 5 s if code has to be compiled.
+    The memory tracker cannot see this memory, so this function measures how much the process's resident memory grows.
+    This takes about 5 s if code has to be compiled.
     """
     probe = nn.Linear(WIDE, WIDE, bias=False)
     optimizer = make(probe)

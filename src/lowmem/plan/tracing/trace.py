@@ -3,17 +3,18 @@ memory and time from this trace.
 
 The run's own module, callbacks and precision plugin run under Lightning's trainer, measured by a subclass of the run's
 memory meter (`recorder.py`). Only the tensors are fake: they have a shape, a dtype and a storage whose bytes are
-counted, but no memory. So the prediction comes from the run's own code instead of formulas. Data-dependent checks (such
-as "are all gradients finite?") return True.
+counted, but no memory. So the prediction comes from the run's own code instead of formulas. Data-dependent checks, such
+as whether all gradients are finite, return True.
 
 The traced window may have fewer micro-batches than a window of the run:
 
-- One device: a single micro-batch represents all micro-batches. Before it, `Steady` creates the optimizer state, and
-  with gradient accumulation or host masters also the gradients of an earlier micro-batch.
+- One device: a single micro-batch represents all micro-batches. `Steady` first creates the optimizer state and
+  gradients that earlier windows and micro-batches would have left.
 - Several devices: one rank is traced, and the other ranks are simulated (`one_rank.py`). Strategies keep buffers from
-  one window to the next, so a window is executed before the traced window. With gradient accumulation each of these
-  windows has two micro-batches.
-- Overlapping micro-batches (weights.order=by_layer, pipelines): the window has all its micro-batches.
+  one window to the next, so another window is executed before the traced window. With gradient accumulation, both
+  windows have two micro-batches.
+- Overlapping micro-batches (weights.order=by_layer on one device, pipelines on several): the window has all
+  micro-batches of the run's largest window.
 """
 
 import logging
@@ -70,7 +71,7 @@ from lowmem.training.module import CausalLM
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
-INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__)  # functions of lowmem that call operators
+INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__)  # lowmem's frames in each operator
 EVENLY = (
     "the router decides how many tokens each expert gets, and the prediction assumes that tokens are spread evenly. "
     "The total is right; the estimate is too high if some experts get no tokens, and too low if one expert gets most "
@@ -79,8 +80,8 @@ EVENLY = (
 
 
 def untraceable(error: Exception) -> str:
-    """Returns the reason why a model cannot be traced, if the model's code raised `error` because the code needs real
-    values, or if the trace was too long.
+    """Returns the reason why a model cannot be traced, if the trace was too long, or if the model's code raised `error`
+    (usually because the code needs real values).
 
     Raises:
         error: code of lowmem, Lightning or Hydra raised it. A bug of lowmem must not look like a model that cannot be
@@ -96,8 +97,8 @@ def untraceable(error: Exception) -> str:
 
 
 def _raised_by_a_model(error: Exception) -> bool:
-    """Returns True if the model's code raised the error: the innermost stack frame outside of torch and Python's
-    standard library does not belong to lowmem, Lightning or Hydra."""
+    """Returns True if the model's code raised the error: the innermost stack frame outside of torch, Python's standard
+    library and INSIDE_OPERATORS does not belong to lowmem, Lightning or Hydra."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [Path(code.co_filename) for code in codes if code.co_name not in INSIDE_OPERATORS]
     callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
@@ -109,7 +110,7 @@ def _of_python(file: Path) -> bool:
 
 
 def trace(run: Run, on_card: bool, depth: int | None = None, capability: float | None = None, rank: int = 0) -> Trace:
-    """Trains one window and evaluates once on fake tensors.
+    """Trains one window and evaluates once, on fake tensors, and returns the recorded memory and work.
 
     Args:
         run: resolved settings, with a number for batch_size.
@@ -121,12 +122,12 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
     Raises:
         Refused: train.py would refuse the run, too, or this process belongs to a process group and cannot simulate
             ranks.
-        Exception: the model's code needs real values, or the trace is too long. `untraceable` distinguishes such an
-            error from a bug of lowmem.
+        Exception: the model's code needs real values, or the trace is too long. `untraceable` distinguishes these
+            errors from a bug of lowmem.
     """
     run = _here(run)
     config = of_depth(model.describe(run, plans=True).grown, depth)
-    with quietly():  # stepping a probe warns that there is no card
+    with quietly():  # a probe's step warns that there is no card
         make, scratch = _optimizer(run, on_card)
         instantiate(run.adapter)  # imports the adapter's library, which must not happen in the fake tensor mode
     mode = ShapeMode(over_gloo=not on_card)
@@ -202,8 +203,8 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
 
 def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict[int, int]:
-    """Returns the cuBLAS workspaces that are allocated in the first window: index of an event in the window ->
-    bytes."""
+    """Returns the cuBLAS workspaces that the run's first window allocates: index of an event in the traced window,
+    before which the workspace is allocated -> bytes."""
     existing, begins = recorder.recordings[0].existing, recorder.begins
     forward = begins.get("forward first", begins.get("forward start", existing))
     places = forward - existing, begins.get("backward end", forward) - existing
@@ -212,10 +213,10 @@ def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict
 
 @contextmanager
 def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[None]:
-    """Context manager that assumes a number of documents in packed rows. A run counts the documents from the values of
-    the positions, which fake tensors lack. If attention is computed document by document, two documents per row are
-    assumed. If one kernel call computes all documents, one document is assumed, because the call saves equally many
-    bytes for any number."""
+    """Context manager that fixes the number of documents per packed row. A run counts the documents from the values of
+    the positions, which fake tensors lack. If attention is computed document by document, each row is assumed to have
+    two documents. If one kernel call computes all documents, each row is assumed to have one document, because the
+    bytes that the call saves do not depend on the number."""
     at_once = on_card and run.product_bytes == 2 and (capability is None or capability >= 8.0)
     number = 1 if at_once else 2
 
@@ -232,15 +233,15 @@ def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[No
 
 
 def _here(run: Run) -> Run:
-    """Returns a copy of the run for the trace. Fake tensors are on the CPU, so `device`, and the device in the settings
-    of the precision, are set to cpu. The copy has no drive."""
+    """Returns a copy of the run for the trace, with cpu as `device` and as the device of the precision, because fake
+    tensors are on the CPU. The copy uses no drive."""
     precision = {"precision": {"device": "cpu"}} if "device" in run.precision.arguments else {}
     in_memory = {"weights": {"drive": None}} if run.drive_folder is not None else {}
     return run.knowing(device="cpu", **precision, **in_memory)
 
 
 def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
-    """Builds the run's own module with fake tensors: weights are neither initialized nor moved between devices."""
+    """Builds the run's own module with fake tensors. Weights are neither initialized nor moved between devices."""
     described = model.Described(run.model, config).at_random
     where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft moves adapters
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
@@ -288,8 +289,8 @@ def _blocks(model: nn.Module) -> tuple[int, int]:
 
 
 def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
-    """Reduces a config in place to the first `depth` blocks, including its lists with one value per block, and returns
-    it."""
+    """Reduces a config to the first `depth` blocks, in place, including lists with one value per block, and returns the
+    config. With None, the config does not change."""
     if depth is not None:
         for key, value in vars(config).items():
             if isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -300,7 +301,7 @@ def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 
 def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
     """Returns a factory of an optimizer that can step fake tensors, and the bytes per element of temporary memory
-    inside the operators of the real optimizer."""
+    inside the real optimizer's operators (0.0 if its operators can be traced)."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
     if run.technique("optim").steps_by is None:
         # CUDA kernels need no temporary memory. Compiled code is assumed to need as much as on a CPU.
@@ -314,8 +315,8 @@ _probed: dict[tuple, object] = {}  # cache: (probe function, optimizer, argument
 
 
 def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> object:
-    """Returns the result of a probe function for the run's optimizer (cached). Probes execute real optimizer steps, and
-    their results are equal in every trace."""
+    """Returns the result of a probe function for the run's optimizer (cached). Probes execute real optimizer steps,
+    which take time, and give equal results in every trace."""
     key = (probe, str(run.optim.plain()), *more)
     if key not in _probed:
         _probed[key] = probe(make, *more)
@@ -334,17 +335,19 @@ def quietly() -> Iterator[None]:
 
 
 class Steady(Callback):
-    """Before the traced window, creates the tensors that exist at the beginning of a later window: the optimizer state,
-    and with gradient accumulation or host masters the gradients of an earlier micro-batch.
+    """Before the traced window, creates the tensors that earlier windows and micro-batches of a run would have left:
+    the optimizer state, with gradient accumulation the gradients of an earlier micro-batch, and with host masters the
+    host's sums of gradients.
 
     During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. `Steady`
-    comes after all other callbacks except the callbacks of the loss, whose work is counted, too.
+    comes after all other callbacks except the callbacks of the loss, because the work of the loss's callbacks is
+    counted, too.
 
     Args:
         mode: the fake tensor mode, which counts work by phase.
         run: the settings.
-        before: number of windows that are executed before the traced window. If `before` is not 0, these windows create
-            the tensors.
+        before: number of windows that are executed before the traced window. If not 0, these windows create the
+            tensors.
     """
 
     def __init__(self, mode: ShapeMode, run: Run, before: int) -> None:
@@ -363,8 +366,8 @@ class Steady(Callback):
             module.optimizer.mark_used(self.early)  # as after the optimizer step of a previous window
 
     def _count(self, optimizer: WindowOptimizer) -> None:
-        """Wraps methods of the optimizer so that work on sums, steps and updates is counted in separate phases, even
-        inside backward."""
+        """Wraps methods of the optimizer so that gradient sums, gradient norms and updates are counted in the phases
+        "sum", "step" and "update", even inside backward."""
         counting, clip = self.mode.counting, optimizer.clip
 
         def clipped(*args) -> None:
@@ -384,9 +387,9 @@ class Steady(Callback):
             optimizer.step_one = counting("update", optimizer.step_one)
 
     def _one_of_a_kind(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
-        """Returns a replacement for `weight.step` that saves time: only the first weight of a kind (shape, dtypes,
-        parameter group, place and phase) is stepped. For each further weight of the kind, the work of the first weight
-        is counted again. Args: known: kind -> work."""
+        """Returns a replacement for `weight.step` that saves time: it steps only the first weight of a kind (streamed
+        or not, shape, dtypes, optimizer options, clipping and phase). For each further weight of the kind, it counts
+        the work of the first weight again. Args: known: kind -> work."""
         step = weight.step
 
         def stepped(optimizer: HostOptimizer, asked: Step) -> None:
@@ -403,9 +406,9 @@ class Steady(Callback):
         return stepped
 
     def _step_all(self, module: LightningModule) -> None:
-        """Creates the optimizer state of every parameter, as after a first step. Only two parameters of each kind are
-        stepped; the other parameters of the kind get state of the same sizes (`another`). If the precision stores
-        tensors on the device in addition to weights, gradients and optimizer state, every parameter is stepped."""
+        """Creates the optimizer state of every parameter, as after a first step. Steps only two parameters of each
+        kind, and gives the other parameters of the kind state of the same sizes (`another`). Steps every parameter if
+        the precision stores further tensors on the device (`device_tensors`)."""
         optimizer, masters = module.optimizer, {} if module.masters is None else module.masters.masters
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[tuple, list[Tensor]] = {}

@@ -1,6 +1,7 @@
 """Defines the result of a trace: sizes of the model, memory, and work.
 
-A field that does not apply to a run is 0 or empty. No field has a default, so `trace` cannot forget a field.
+A field that does not apply to a run is 0, False, None or empty. No field has a default, so `trace` cannot forget a
+field.
 """
 
 from collections import Counter
@@ -15,21 +16,21 @@ from lowmem.plan.tracing.traffic import Collective
 
 @dataclass
 class ModelSizes:
-    """Sizes of a rank's share of the model, and where the tensors of the model are."""
+    """Sizes of a rank's share of the model, and where its tensors are."""
 
     steps_on_host: bool  # whether masters are in host memory, where the optimizer updates them
     waits_on_host: bool  # whether a strategy uses CPU offload: weights, gradients and state are in host memory
     trained_parameters: int  # elements of all trained parameters
     largest_trained: int  # elements of the largest trained parameter
     trained_in_blocks: int  # elements of trained parameters in blocks
-    gradients: int  # bytes of all gradients in the dtype in which backward computes them
+    gradients: int  # bytes of the gradients of all trained parameters, in the dtype in which backward computes them
     blocks: tuple[int, int]  # (number of blocks, bytes of the largest block on the device)
     streamed: int  # bytes of the streamed weights of blocks, which are copied to the device for each pass
     outside: int  # bytes of streamed weights outside the blocks (embedding and head)
     head: int  # bytes of the part of `outside` that is copied to the device for each pass, tile by tile
     paged: int  # bytes of optimizer state that CUDA pages. `phases` do not include it: torch does not allocate it
-    offloaded: int  # bytes of activations that are offloaded to host memory
-    drive: Sizes  # sizes of masters and optimizer state on a drive; computed for streamed weights even without a drive
+    offloaded: int  # bytes of activations that the traced window offloads to host memory
+    drive: Sizes  # sizes of files and buffers of a drive; computed for streamed weights even if no drive is used
 
 
 @dataclass
@@ -39,19 +40,19 @@ class MemoryTrace(ModelSizes):
     parameters: int  # elements of all parameters of the full model
     largest: int  # elements of the largest parameter of the full model
     weights: int  # bytes of weights on the device
-    slots: int  # the part of `weights` that is slots for streamed blocks, in bytes
-    host_bytes: int  # bytes of weights and masters in host memory
+    slots: int  # part of `weights`: bytes of the slots for streamed blocks
+    host_bytes: int  # bytes of all tensors in host memory before the first step (weights and masters)
     unseen: int  # bytes of temporary memory inside the optimizer's operators, which the tracker does not see
     generated: bool  # whether torch.compile compiles the optimizer step
     workspace: int  # bytes of cuBLAS workspaces on a card, which the tracker does not see
-    leaves: int  # most bytes of gradients that leave the device at once
+    leaves: int  # most bytes of gradients that are freed on the device at once, to be copied to the host
     ahead: int  # bytes of gradients that may wait on the device for their copy (`Link.ahead`)
     rounding: int  # bytes that pinned memory adds to `offloaded`: sizes are rounded up to powers of two
     places: dict[str, Point]  # place in a pass (`recorder.py`) -> point with the highest memory
     phases: dict[str, Point]  # phase -> point with the highest memory
-    # Allocations and releases on the device: (serial number of a storage, bytes; negative for a release). The first
-    # events allocate the tensors that exist before the window. For a card, the events of the run's first window are
-    # inserted (`from_the_start`). Empty if the trace was extrapolated.
+    # Allocations and releases on the device: (serial number of a storage, bytes; negative for a release). On a CPU, the
+    # list begins with allocations of the tensors that exist before the window. On a card, `from_the_start` adds the
+    # events of the run's first window. Empty if the trace was extrapolated.
     events: list[tuple[Hashable, int]]
 
 
@@ -61,7 +62,8 @@ class WorkTrace(ModelSizes):
 
     # (phase, work of an operator) -> number of calls. Phases of each micro-batch: forward, backward, sum (the host sums
     # gradients) and travel (weights are copied). Phases of a window: step (gradient norm and other work before the
-    # update) and update. The prefix EARLIER marks phases of micro-batches that are not the last of their window.
+    # update) and update. In all micro-batches except the last of a window, forward and backward have the prefix
+    # EARLIER.
     work: Counter[tuple[str, Work]]
     sent: Counter[tuple[str, Collective]]  # (phase, kind of collective) -> bytes of the full tensors
 

@@ -1,15 +1,15 @@
-"""Counts the bytes that a device receives from other devices in collectives: over the links inside its node, and over
-the links between nodes.
+"""Counts the bytes that a device receives from other devices in collectives, sends and receives: over the links inside
+its node, and over the links between nodes.
 
-For each collective, the lower bound is counted, which does not depend on the algorithm of the library. The bytes per
-rank, for a full tensor of S bytes and n ranks, are:
+The count is a lower bound, which does not depend on the library's algorithm. For a full tensor of S bytes and n ranks,
+the bytes per rank are:
 
     all-gather, reduce-scatter    S (n - 1) / n
     all-reduce                    2 S (n - 1) / n    (a reduce-scatter, then an all-gather)
     send, receive                 S                  (the sending rank counts S, too)
 
-Bytes from other nodes are received once per node; all ranks of the node receive equal shares of them. Source: Patarasu
-and Yuan 2009.
+A node receives each byte from other nodes only once, and its ranks receive equal shares of these bytes. Source:
+Patarasu and Yuan 2009.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ KINDS = {
 
 
 class Collective(NamedTuple):
-    """The properties of a collective, or of a send or receive, by which bytes are counted. Args: kind: "gather",
+    """The kind of a collective, a send or a receive, with all properties that decide its traffic. Args: kind: "gather",
     "reduce", "both" (all-reduce), "send" or "receive"; ranks: the participating ranks; waits: whether the device waits
     for the result."""
 
@@ -64,8 +64,8 @@ NOTHING = Traffic()
 
 
 def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int] | None:
-    """Returns the properties of a collective, a send or a receive, and the bytes of its full tensor. None: any other
-    operator."""
+    """Returns the properties of a collective, a send or a receive, and the bytes of its full tensor. None: the operator
+    is not listed in KINDS."""
     if func.namespace not in SPACES:
         return None
     name = schema(func).name.split("::")[1].strip("_")
@@ -81,8 +81,8 @@ def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int
 
 
 def traffic(call: Collective, full: float, node: int) -> Traffic:
-    """Returns the bytes that one device receives in a collective. Args: full: bytes of the full tensor; node: devices
-    per node (consecutive ranks share a node)."""
+    """Returns the bytes that one device receives in a collective, a send or a receive. Args: full: bytes of the full
+    tensor; node: devices per node (consecutive ranks share a node)."""
     size, nodes = len(call.ranks), Counter(rank // node for rank in call.ranks)
     if call.kind in ENDS:
         return Traffic(full, 0.0) if len(nodes) == 1 else Traffic(0.0, full)
@@ -102,8 +102,8 @@ def by_phase(calls: Mapping[tuple[str, Collective], float], node: int) -> dict[t
 
 
 def of_window(calls: Mapping[tuple[str, Collective], float], micro_batches: int, node: int) -> Traffic:
-    """Returns the bytes that a device receives in an optimizer step. Args: calls, node: see `by_phase`; micro_batches:
-    micro-batches per window."""
+    """Returns the bytes that a device receives during an optimizer step. Args: calls, node: see `by_phase`;
+    micro_batches: micro-batches per window."""
     phases = by_phase(calls, node).items()
     return sum((received.times(how_often(phase, micro_batches)) for (phase, _), received in phases), start=NOTHING)
 

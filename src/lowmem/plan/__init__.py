@@ -1,2 +1,2 @@
-"""The planner predicts the memory and time of a run before it starts. It traces the run on fake tensors, searches
-recipes (sets of overrides) that fit, and estimates the time of an optimizer step."""
+"""The planner predicts the memory and time of a run before it starts. It traces the run on fake tensors, estimates the
+time of an optimizer step, and can search recipes (sets of overrides) that fit."""

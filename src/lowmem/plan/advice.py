@@ -1,7 +1,8 @@
-"""Builds the error message of a run that ran out of memory, which suggests overrides. `fit.py` raises the error.
+"""Builds the error message of a run that ran out of memory. The message suggests overrides, and `fit.py` raises the
+error.
 
-The message suggests three kinds of overrides: techniques that declare `advised: true` in the yaml files of conf/ (at
-most one technique of each group), a smaller batch_size, and a smaller seq_len.
+Three kinds of overrides are suggested: techniques that declare `advised: true` in the yaml files of conf/ (at most one
+technique of each group), a smaller batch_size, and a smaller seq_len.
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
             known.get(choices.get(group)),
             next((name for name, technique in known.items() if technique.advised), None),
         )
-        # for example the group `weights`: streaming needs changes in other groups, so only the planner suggests it
+        # such as the group `weights`: streaming needs changes in other groups, so only the planner suggests it
         if first is None:
             continue
         if group != "accumulation":

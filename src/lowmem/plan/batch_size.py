@@ -1,11 +1,11 @@
-"""Implements batch_size=auto: finds the largest batch_size that fits. It must divide the effective batch size, or with
-several devices, each device's share of the effective batch size.
+"""Implements batch_size=auto, for a run on one device: finds the largest batch_size that fits and divides
+accumulation.size (or accumulation.size / accumulation.devices, if accumulation.devices is typed).
 
 The planner predicts the largest size that fits, and a trial checks this size. If the trial does not fit, or with
-plan=off, the size is found by bisection with further trials. The effective batch size, and so the computed update, does
-not change.
+plan=off, further trials find the size by bisection. The effective batch size, and so the computed update, does not
+change.
 
-Each trial is a separate process that trains two steps and evaluates once, so an out-of-memory error cannot affect the
+Each trial is a separate process that trains STEPS steps and evaluates once, so an out-of-memory error cannot affect the
 run. On CUDA, memory.limit caps the caching allocator; without memory.limit, a trial may use all free memory of the
 card. On a CPU, where memory.limit must be set, the memory meter counts the bytes of live tensors and ends the trial
 when they exceed memory.limit, long before the operating system would kill the process.
@@ -37,8 +37,8 @@ DOES_NOT_FIT = 3  # exit code of a trial
 
 
 def resolve(run: Run) -> Run:
-    """Returns the run with a number for batch_size. Raises: Refused: not even one sequence fits, or a trial failed for
-    another reason than memory."""
+    """Returns the run with a number for batch_size; the same run if it already has one. Raises: Refused: not even one
+    sequence fits, or a trial failed for a reason other than memory."""
     if run.batch_size != "auto":
         return run
     total, devices = run.accumulation.size, run.accumulation.devices
@@ -62,8 +62,8 @@ def _is_predicted_to_fit(run: Run, batch_size: int) -> bool:
 
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Returns the largest size that fits, by bisection; None if no size fits. Args: sizes: ascending sizes; fits:
-    returns whether a size fits. If a size fits, all smaller sizes must fit, too."""
+    """Finds the largest size that fits, by bisection; None if no size fits. Args: sizes: ascending sizes; fits: returns
+    whether a size fits. If a size fits, all smaller sizes must fit, too."""
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
@@ -75,8 +75,8 @@ def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
 
 
 def fits(run: Run, batch_size: int) -> bool:
-    """Returns whether a trial with this batch size fits in memory. Raises: Refused: the trial failed for another
-    reason."""
+    """Runs a trial in a separate process, and returns whether it fits in memory. Raises: Refused: the trial failed for
+    another reason."""
     trial = {
         "batch_size": batch_size,
         "max_steps": STEPS,

@@ -1,5 +1,4 @@
-"""Defines the memory reports of the planner for the device, the host and the drive. The rows of each report add up to
-its total."""
+"""Defines the planner's memory reports for the device, the host and the drive."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from math import floor
@@ -43,8 +42,8 @@ class Column:
 
 @dataclass(frozen=True)
 class DeviceBytes(Column):
-    """Device memory in the phase that needs the most. `total` is the memory of the smallest card on which the run
-    works; on a CPU, it is the bytes of tensors."""
+    """Device memory in one phase of one process. `Prediction.device` is the phase that needs the most; there `total` is
+    the memory of the smallest card on which the run works, or on a CPU the bytes of tensors."""
 
     phase: str
     weights: int = 0
@@ -60,8 +59,8 @@ class DeviceBytes(Column):
 
 @dataclass(frozen=True)
 class HostBytes(Column):
-    """Host memory of all processes on a host in the phase that needs the most. On a CPU, host memory includes the
-    device's report."""
+    """Host memory in one phase of one process. `Prediction.host` is the phase that needs the most, for all processes on
+    a host. On a CPU, host memory includes the rows of device memory."""
 
     phase: str
     libraries: int = 0
@@ -82,7 +81,7 @@ class HostBytes(Column):
 
 @dataclass(frozen=True)
 class DriveBytes(Column):
-    """Bytes of files on a drive."""
+    """Bytes of the files on a drive."""
 
     state: int = 0  # masters and optimizer state
     weights: int = 0

@@ -1,4 +1,4 @@
-"""Computes the host memory of each phase of a run from its trace, for one process and for all processes on a host."""
+"""Computes the host memory of a run from its trace: of each phase in one process, and of all processes on a host."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,8 +20,8 @@ from lowmem.system.units import GIB, MIB
 # Phases in which paged optimizer state does not exist (load), or is already counted as host memory (save, resume).
 BY_HOST = ("load", "save", "resume")
 CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: an assumed margin, not a measurement
-# Host memory of the code that the first step loads and of the threads that it starts: 12 to 20 MiB in measured runs of
-# models with 10 to 60 million parameters, on two cores.
+# Host memory of code that the first step loads, and of threads that it starts. Runs of models with 10 to 60 million
+# parameters, on two cores, needed 12 to 20 MiB.
 WOKEN = 12 * MIB
 # Host memory of torch.compile: 60 to 110 MiB were measured for its first kernels, and 5 to 10 MiB per further kernel.
 GENERATOR = GIB // 8
@@ -55,7 +55,7 @@ def host_phases(
 
 
 def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pages: int = 0) -> HostBytes:
-    """Returns the memory of all processes on a host, in the phase that needs the most.
+    """Returns the host memory of all processes on a host, in the phase that needs the most.
 
     Args:
         phases: bytes of one process by phase.
@@ -72,12 +72,12 @@ def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pag
 
 
 def mapped(run: Run, parameters: int) -> int:
-    """Returns the bytes of a local model's memory-mapped weight files whose pages stay resident while the model loads.
+    """Returns the bytes of memory-mapped weight files whose pages stay resident, in addition to the loaded tensors,
+    while a local model loads.
 
     The pages stay resident if the weights are converted to another dtype, quantized, or split into streamed weights and
-    masters. In all other cases the pages are the memory of the tensors themselves, and the result is 0. The result is
-    also 0 for a model with random initial weights, and for a model on the hub, because the sizes of its files are not
-    known beforehand.
+    masters. In all other cases the pages are the memory of the tensors themselves, so the result is 0. It is also 0 for
+    a model with random initial weights, and for a model on the hub, whose files have unknown sizes before the download.
     """
     folder = Path(run.model.name).expanduser()
     if not (run.model.pretrained and folder.is_dir()):
@@ -97,8 +97,8 @@ def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """Returns the host memory while a model is loaded, by row of the report: weights, masters, a temporary copy of the
-    largest tensor, and the buffers of a drive."""
+    """Returns row of the report -> bytes of host memory while a model is loaded: weights, masters, a temporary copy of
+    the largest tensor, and the buffers of a drive."""
     loaded, maps, joins = _reading(run)
     arrives_packed = _packs(run) and run.model.pretrained
     read = 0 if arrives_packed or (maps and run.widens_as_sent) else trace.parameters * loaded
@@ -109,7 +109,7 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
     if run.drive_folder is not None and not _packs(run):
         # All weights are loaded first. Then masters are created and written to the drive, block by block. If the 16-bit
         # weights are also stored on the drive, and have the dtype of the model's files, the weights are pages of these
-        # files until they are written to the drive. The system can drop such pages.
+        # files until they are written to the drive. The system can drop such pages, so they do not count.
         read -= trace.streamed if run.reads_weights and maps else 0
         return largest | {"weights": read - here, "staging": trace.drive.room}
     load = _kept_on_host(trace, on_card) if trace.streamed else _masters_and(weights, trace, run, on_card)
@@ -128,7 +128,8 @@ def _kept_on_host(trace: MemoryTrace, on_card: bool) -> dict[str, int]:
 
 def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
     """Returns the host memory while a model with resident weights is loaded. On a CPU, weights are loaded into their
-    final memory, and frozen weights are rounded in place."""
+    final memory (trained weights into their masters), and frozen weights are rounded in place. So only the larger of
+    the two rows counts."""
     masters = trace.trained_parameters * getattr(torch, run.weights_dtype).itemsize if trace.steps_on_host else 0
     if on_card:
         return {"weights": weights, "masters": masters}
@@ -146,8 +147,8 @@ def _reading(run: Run) -> tuple[int, bool, bool]:
 
     Returns:
         Bytes per element of the loaded weights.
-        Whether the loaded weights are pages of memory-mapped files, which the system can drop. Joined weights are not
-            pages of files.
+        Whether the loaded weights are pages of memory-mapped files, which the system can drop; False for joined
+            weights.
         Whether transformers joins several tensors of the files into one weight.
     """
     loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)
@@ -163,7 +164,7 @@ def _reading(run: Run) -> tuple[int, bool, bool]:
 
 
 def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, dict[str, int]]:
-    """Returns the host memory of tensors in each phase after loading: phase -> row of the report -> bytes."""
+    """Returns phase -> row of the report -> bytes of tensors in host memory, for all phases after loading."""
     traced = {name: _rows(trace, run, point) for name, point in trace.phases.items()}
     for name in ("forward", "backward", "step"):
         traced[name]["activations"] += trace.rounding
@@ -179,8 +180,8 @@ def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[st
 
 
 def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
-    """Returns the traced host memory at a point by row of the report. Tensors on a drive are replaced by the buffers of
-    the drive."""
+    """Returns row of the report -> bytes of host memory at a point of the trace. Counts the buffers of the drive in
+    place of tensors on the drive."""
     sizes = by_row(point.host_bytes)
     if run.drive_folder is None:
         return sizes

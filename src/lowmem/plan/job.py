@@ -24,7 +24,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.system.terminal import folded
 
-# keys of plan.py that do not belong in the printed command of train.py
+# typed keys that plan.py leaves out of the printed command of train.py
 OURS = ("gpu", "ram", "drive", "search", "longest", "rows", "node", "may_change")
 
 
@@ -59,7 +59,7 @@ def plan(
     check(run, choices)
     quiet()
     loading.check_architecture(run)
-    is_of_here = card is None  # False: gpu= names a card. Several named cards are assumed to be in another machine
+    is_of_here = card is None  # False: gpu= was typed. Then several devices are assumed to be in another machine
     card = cards.here() if card is None and on_card else card
     if ram is None and (is_of_here or run.devices == 1):
         ram = process.available_bytes()
@@ -119,8 +119,8 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
     """Returns the run from which the search starts. If several devices but no strategy were typed, this run has a
-    strategy that keeps the full model on each device; the search also tries other strategies. With search=false,
-    returns the run unchanged."""
+    strategy that keeps the full model on each device; the search also tries other strategies. With one device, a typed
+    strategy or search=false, returns the run unchanged."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
     tried = (name for name, technique in techniques(SHARED).items() if technique.tried)
@@ -130,7 +130,7 @@ def shared(run: Run, typed: Sequence[str]) -> Run:
 
 def resolved(run: Run, on_card: bool) -> Run:
     """Returns a copy of the run with resolved interpolations and with device=cpu, because runs are always traced on the
-    CPU. With batch_size=auto and without memory.limit, the size of the card of gpu= becomes memory.limit."""
+    CPU. With batch_size=auto and without memory.limit, memory.limit becomes the size of the card of gpu=, if any."""
     run = run.knowing(device="cpu")
     if run.batch_size == "auto" and run.memory.limit is None:  # batch_size=auto needs a memory limit
         card = cards.card(run.gpu)

@@ -1,5 +1,5 @@
 """Predicts the memory that a run needs on the device, on the host and on a drive, from a trace of the run on fake
-tensors. `predict` is called before a run starts (`at_start.py`), by plan.py (`job.py`), and for each recipe of a search
+tensors. `predict` is called before a run starts (`at_start.py`), by plan.py (`job.py`), and for recipes of a search
 (`search/recipes.py`)."""
 
 from collections.abc import Callable, Mapping
@@ -24,11 +24,11 @@ from lowmem.system.errors import Refused
 COMPILED = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 TRACED = ("forward", "backward", "step", "evaluation")
-# An extrapolated trace (`search/extend.py`) has no list of allocations that could be replayed. So the reserved bytes
-# (RESERVED), and the smallest number of bytes that torch must reserve (LEAST_RESERVED), are estimated as multiples of
-# the allocated peak. Full traces of seventeen recipes (four models) had factors of 1.03 to 1.20 for RESERVED, and of
-# 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse, the factors for
-# LEAST_RESERVED were up to 1.11.
+# Factors for extrapolated traces (`search/extend.py`), which have no allocations to replay: the bytes that torch
+# reserves (RESERVED), and the smallest number of bytes that torch must be able to reserve (LEAST_RESERVED), are
+# estimated as multiples of the allocated peak. Full traces of seventeen recipes (four models) had factors of 1.03 to
+# 1.20 for RESERVED, and of 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse,
+# the factors for LEAST_RESERVED were up to 1.11.
 RESERVED, LEAST_RESERVED = 1.1, 1.07
 
 
@@ -58,7 +58,7 @@ class Prediction:
     device: DeviceBytes
     host: HostBytes
     drive: DriveBytes
-    reserved: int  # bytes that CUDA's caching allocator reserves on a card with enough room; 0 on a CPU
+    reserved: int  # bytes that CUDA's caching allocator reserves if the card has enough room; 0 on a CPU
     parameters: int
     on_card: bool
     estimate: str | None = None  # why the prediction is only an estimate; None: it is not an estimate
@@ -83,12 +83,12 @@ class Prediction:
 
     @property
     def allocated(self) -> int:
-        """Returns the peak of allocated device bytes, which is compared with the measured peak of a run."""
+        """Returns the peak of allocated device bytes, for comparison with the measured peak of a run."""
         return self.phases[self.device.phase].device
 
     def based_on(self, libraries: int) -> "Prediction":
-        """Returns a copy with a measured value in place of the predicted host memory of Python and its libraries. Args:
-        libraries: measured resident bytes of a process before its model is built."""
+        """Returns a copy in which the host memory of Python and its libraries is a measured value. Args: libraries:
+        measured resident bytes of one process before its model is built."""
         more = libraries - self.host.libraries // self.on_host
         phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
         return replace(self, phases=phases, host=self.host.plus(libraries=self.on_host * more))
@@ -120,7 +120,7 @@ class Prediction:
 def predict(
     run: Run, target: Target, other: Callable[..., Trace] | None = None, libraries: int | None = None
 ) -> Prediction:
-    """Predicts the memory of a run, for the device that needs the most.
+    """Predicts the memory of a run; with several devices, for the device that needs the most.
 
     Args:
         run: resolved settings, with a number for batch_size.
@@ -151,7 +151,7 @@ def predict(
 
 
 def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
-    """Computes the memory of a traced run. Args: see `predict`."""
+    """Computes the memory of a traced rank of a run. Args: see `predict`."""
     on_card = target.on_card
     free = replay(trace.events) if on_card and trace.events else None
     in_flight = _in_flight(trace, run) if on_card else 0
@@ -200,8 +200,8 @@ def _in_flight(trace: Trace, run: Run) -> int:
 
 
 def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator | None) -> dict[str, DeviceBytes]:
-    """Returns the allocated device memory at the peak of each phase, by row. Args: in_flight: the result of
-    `_in_flight`; free: see `_beside_tensors`."""
+    """Returns phase -> allocated device memory at the peak of the phase. Args: in_flight: the result of `_in_flight`;
+    free: see `_beside_tensors`."""
     traced = {name: DeviceBytes(name, **by_row(trace.phases[name].bytes)) for name in TRACED}
     scratch = 0 if trace.steps_on_host or trace.waits_on_host or not on_card else trace.unseen
     traced["backward"] = traced["backward"].plus(in_flight=in_flight)
@@ -219,15 +219,16 @@ def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator 
 
 
 def _device(peak: DeviceBytes, in_flight: int, least: int) -> DeviceBytes:
-    """Returns the device's report without the CUDA context. Args: peak: the phase with the highest peak; in_flight: the
-    result of `_in_flight`; least: minimum bytes that torch must be able to reserve."""
+    """Returns the device's report without the CUDA context: the peak, with the missing bytes up to `least` as copies in
+    flight and fragments. Args: peak: the phase with the highest peak; in_flight: the result of `_in_flight`; least:
+    minimum bytes that torch must be able to reserve."""
     more = min(in_flight - peak.in_flight, least - peak.total)
     return peak.plus(in_flight=more, fragments=least - peak.total - more)
 
 
 def _communicators(trace: Trace, run: Run) -> int:
-    """Returns the device memory of NCCL communicators, which torch's allocator does not count. Each process group
-    creates a communicator at its first collective. Returns 0 for one device."""
+    """Returns the bytes of device memory of NCCL communicators, which torch's allocator does not count; 0 for one
+    device. Each process group creates a communicator at its first collective."""
     groups = {sent.ranks for _, sent in trace.sent} or {None}  # an untraced strategy has one group
     return len(groups) * COMMUNICATOR if run.devices > 1 else 0
 
@@ -246,7 +247,8 @@ def read_by_passes(run: Run, trace: Trace) -> int:
 def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
     """Returns the bytes of paged optimizer state that do not fit on the card.
 
-    CUDA moves pages to the host when torch reserves memory, so pages never force torch to release cached segments.
+    CUDA moves such pages to the host when torch reserves memory, so paged state never forces torch to release cached
+    segments.
 
     Args:
         paged: bytes of paged state.
@@ -258,15 +260,15 @@ def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
 
 def _beside_tensors(trace: Trace, free: Allocator | None) -> dict[str, int]:
     """Returns the bytes that CUDA's caching allocator counts as allocated in addition to tensors: cuBLAS workspaces,
-    and the unused ends of blocks, which are too small to be split off. Args: free: an allocator without a limit in
-    which the trace's events were replayed; None: the trace has no events."""
+    and the unused ends of blocks that are too small to be split off. Args: free: an allocator without a limit in which
+    the trace's events were replayed; None: the trace has no events."""
     tensors = max(trace.phases[name].total for name in ("forward", "backward", "step"))
     rests = 0 if free is None else max(0, free.allocated_peak - tensors - trace.workspace)
     return {"workspaces": trace.workspace, "fragments": rests}
 
 
 def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, leaving: int) -> tuple[int, int]:
-    """Returns two sizes in bytes: the memory that torch reserves on a card with enough room, and the minimum memory
+    """Returns two sizes in bytes: the memory that torch reserves if the card has enough room, and the minimum memory
     that torch must be able to reserve.
 
     Args:

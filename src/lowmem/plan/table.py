@@ -44,9 +44,9 @@ def of_answer(line: str, found: Plan | str) -> str:
 
 
 def of_plan(plan: Plan, rows: int) -> str:
-    """Formats the table of recipes. Recipes that change the training in the same way are grouped below a heading with
-    the overrides that they share; a row has a recipe's numbers and its further overrides. Args: rows: maximum number of
-    recipes."""
+    """Formats the table of recipes. Consecutive recipes with the same changes of the training are grouped below a
+    heading with the overrides that they share. Each recipe has a row of numbers and a line with its other overrides.
+    Args: rows: maximum number of recipes."""
     head = ("time", "device", "spare", "PyTorch", "host", "peak in")
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
     used = [any(column) for column in zip(*cells, strict=True)]  # on a CPU, some columns are empty and are left out
@@ -115,7 +115,8 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _others(plan: Plan) -> list[str]:
-    """Explains why recipes that change precision or optimizer are listed or left out."""
+    """Says why recipes that change precision or optimizer are listed or left out; empty if a plan needs no such
+    note."""
     if plan.chosen is None or plan.typed.may_change is not None or all(map(plan.typed.keeps, CHANGEABLE)):
         return []
     if plan.chosen.changes:
@@ -188,8 +189,8 @@ def _paged(prediction: Prediction) -> str:
 
 
 def on_drive(prediction: Prediction, target: Target) -> str:
-    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds that these reads and
-    writes take at the assumed rates of a drive."""
+    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds that the drive takes for
+    both at assumed rates."""
     read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
     seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (

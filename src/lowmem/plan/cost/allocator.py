@@ -9,8 +9,8 @@ allocations. `prediction.py` replays the allocations of a traced run.
 A freed block is merged with adjacent free blocks and can be reused. A request takes the smallest free block that is
 large enough, and among blocks of equal size the block with the lowest address. Segments stay reserved until the card is
 full. Then the allocator releases all unused segments and tries the request again, before it raises an out-of-memory
-error. So two numbers are of interest: the bytes that are reserved if there is room, and the smallest limit with which
-all requests succeed. Source: `malloc`, `get_free_block`, `alloc_block` and `release_cached_blocks` in
+error. So two numbers are predicted: the bytes that are reserved if the card has enough room, and the smallest limit
+with which all requests succeed. Source: `malloc`, `get_free_block`, `alloc_block` and `release_cached_blocks` in
 c10/cuda/CUDACachingAllocator.cpp, and c10/core/CachingDeviceAllocator.h.
 """
 
@@ -140,14 +140,13 @@ def from_the_start(
     allocations of the other tensors that exist before a later window, and the events of this later window.
 
     The first window allocates memory that is never freed: cuBLAS workspaces during its passes, and optimizer state
-    during its update. These allocations fragment the memory, because the tensors of later windows must fit into the
-    gaps between them. On an H200, the smallest limit with which a run works was predicted correctly for five of six
-    recipes; without the first window all predicted limits were too small, by up to 7 %.
+    during its update. These allocations fragment the memory: the tensors of later windows must fit into the gaps
+    between them. Without the first window, the predicted smallest limits of six recipes on an H200 were too small, by
+    up to 7 %. benchmarks/results/h200.md has the errors with the first window.
 
     Args:
         events: the events of a later window.
-        existing: number of leading events that are allocations of tensors from before the window. The weights come
-            first.
+        existing: number of leading events that allocate tensors from before the window. The weights come first.
         weights: bytes of the weights.
         workspaces: index of an event in the window -> bytes of a workspace that is allocated just before this event,
             and never freed.

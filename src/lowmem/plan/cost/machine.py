@@ -3,11 +3,11 @@
 
     seconds of an operator = max(FLOPs / rate of matrix products, bytes / memory bandwidth) + launch time
 
-A named card has the published rates in conf/gpu.yaml. The rates of this machine are measured, which takes about a
+The published rates of named cards are in conf/gpu.yaml. The rates of this machine are measured, which takes about a
 second, and are stored in a file for a week. `python -m benchmarks.card` also measures the link with copies in both
 directions at once (otherwise DUPLEX is assumed), and stores all rates in the same file. If the file cannot be read or
-written, each process measures the rates again, and no error is raised. Operators reach only a share of the peak rates:
-the factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
+written, each process measures the rates again, without an error. Operators reach only a share of the peak rates: the
+factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
 """
 
 import json
@@ -44,7 +44,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of a device, of its links and drive, and of its host."""
+    """The rates of a device, its links, its drive and its host."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # validates values that are read from a file
 
@@ -76,7 +76,8 @@ class Machine:
         return self.flops[dtype]
 
     def exchange(self, traffic: Traffic) -> float:
-        """Returns the seconds of an exchange between devices. Transfers inside the node and between nodes overlap."""
+        """Returns the seconds of an exchange between devices, in which transfers inside the node and between nodes
+        overlap."""
         peer = self.peer or self.bandwidth
         return max(traffic.inside / peer, traffic.between / (self.network or peer))
 
@@ -124,7 +125,7 @@ def store(found: Machine, on_card: bool) -> None:
 
 @cache
 def measured(on_card: bool) -> Machine:
-    """Returns measured rates of this machine, and stores them. Cached, so each process measures once."""
+    """Measures the rates of this machine, and stores them in a file. Cached, so each process measures once."""
     device = "cuda" if on_card else "cpu"
     memory = torch.ones(1 << 25, device=device)
     bandwidth = 2 * memory.nbytes / fastest(lambda: memory.mul_(1.0), on_card)
@@ -152,8 +153,8 @@ def _products(device: str) -> dict[str, float]:
 
 
 def fastest(call: Callable[[], object], on_card: bool) -> float:
-    """Returns the seconds of the fastest of five calls, after a warm-up call. Slower calls were probably delayed by
-    other processes."""
+    """Returns the seconds of the fastest of five calls, after a warm-up call. Other processes have probably delayed the
+    slower calls."""
     return min(timeit.repeat(lambda: (call(), on_card and torch.cuda.synchronize()), number=1, repeat=6)[1:])
 
 

@@ -9,8 +9,8 @@ backward    operators   weights, block inputs    gradients     sums           we
 update                  updated weights                        norm, update   masters, state (read, written)
 
 Block inputs are copied if activation checkpointing offloads them. All entries except operators and block inputs apply
-only to streamed weights, host masters and CPU offload. With weights.drive_holds=all, the update also reads and writes
-the 16-bit weights on the drive.
+only to streamed weights, host masters and CPU offload. The drive is used only with weights.drive. With
+weights.drive_holds=all, the 16-bit weights are also on the drive: passes read them, the update reads and writes them.
 
 - With early updates of host masters (`Run.early`), the norm and the update overlap with the last backward pass.
 - Without early updates, the host first computes the norm of all gradients. Then the update overlaps with the first
@@ -34,7 +34,7 @@ from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases in the work of a trace
 TRAVEL = "travel"  # phase of some traces: copies of weights for a pass
 SUM_BYTES = 4  # bytes per element of summed gradients (fp32)
-REACHED = 0.65  # share of a card's peak FLOP/s that forward and backward reach; published values are 0.5 to 0.9
+REACHED = 0.65  # share of a card's peak FLOP/s that forward and backward reach (published: 0.5 to 0.9)
 
 
 class WindowTime(NamedTuple):
@@ -68,9 +68,9 @@ class Load(NamedTuple):
         return Load(*map(sum, zip(self, other, strict=True)))
 
     def seconds(self, link: LinkBandwidth | None) -> float:
-        """Returns the seconds until all resources have finished. While the link copies down at its full rate, copies up
-        reach only the share `link.duplex` of their rate. Without a link (the device is a CPU), only the host and the
-        drive overlap with each other, and nothing is copied down."""
+        """Returns the seconds until all resources have finished. While the link copies down, copies up reach only the
+        share `link.duplex` of their rate. Without a link (the device is a CPU), nothing is copied down, and only the
+        host and the drive overlap with each other."""
         if link is None:
             return self.compute + self.up + max(self.host, self.drive)
         return max(*self, self.up + (1 - link.duplex) * self.down)
@@ -136,13 +136,13 @@ def _passes(
 def _step(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], passes: tuple[Load, Load]
 ) -> float:
-    """Returns the seconds of the gradient norm and of the update that do not overlap with a pass, and so make the
-    window longer. Args: passes: the result of `_passes`."""
+    """Returns the seconds of gradient norm and update that do not overlap with a pass. Args: passes: the result of
+    `_passes`."""
     norm, update, link = durations["step"], durations["update"], machine.link
     if link is None or trace.steps_on_host or trace.waits_on_host:
         update *= run.technique("optim").cpu_factor
     stepped = trace.drive.stepped if run.drive_folder else 0
-    # the update overlaps with the drive's work, but the drive is assumed not to read and write at the same time
+    # the update and the drive overlap, but the drive is assumed not to read and write at the same time
     drive = stepped / machine.drive_read + stepped / machine.drive_written
     if link is None or not trace.steps_on_host:
         # paged state is not in the traced work; the update reads and writes the full paged state once
@@ -174,6 +174,6 @@ def free_from(machine: Machine, products: str) -> float:
     weights.order=by_layer per window. In a forward pass, each weight takes 2 FLOPs per token, and 2 bytes are copied to
     the card.
 
-    The result is for a dense model. For a mixture of experts, divide the result by the share of active parameters.
+    For a mixture of experts, divide the result by the share of active parameters.
     """
     return REACHED / COMPUTE * machine.rate(products) / machine.link.up

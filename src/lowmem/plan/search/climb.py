@@ -86,8 +86,8 @@ class Climb:
         tried settings that fit; None if none fit.
 
         After the first settings that fit, a slower checkpointing or loss is tried only with a larger micro-batch than
-        the best settings so far: with an equal or smaller micro-batch it would be slower. The fastest loss needs the
-        most memory, and is tried only at the end, with the best settings found.
+        the best settings so far: with an equal or smaller micro-batch it would be slower. If the route has several
+        losses, the fastest loss needs the most memory, and is tried only at the end, with the best settings found.
         """
         found = None
         for loss in self.losses[1:] or self.losses:

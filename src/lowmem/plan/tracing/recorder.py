@@ -26,7 +26,7 @@ class Recording(NamedTuple):
     """The recorded events of a window or of an evaluation."""
 
     points: list[Point]  # live bytes before the first event and after each event
-    events: list[tuple[int, int]]  # allocations and releases on the device: (serial, bytes; negative for a release)
+    events: list[tuple[int, int]]  # allocations and releases on the device: (storage serial, bytes; negative: release)
     existing: int  # number of leading `events` that allocate tensors from before the window
     pinned: list[int]  # bytes of each activation in host memory
 
@@ -106,8 +106,8 @@ class Recorder(MemoryMeter):
 
 
 def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -> dict[str, Point]:
-    """Returns place -> the point with the most device bytes, in which `host_bytes` is replaced by that of the point
-    with the most host bytes.
+    """Returns place -> the point with the most device bytes. Its `host_bytes` are replaced by the `host_bytes` of the
+    point with the most host bytes.
 
     On a CPU, device and host share one memory, and the sum of device and host bytes may be highest at another point
     than the device bytes. So on a CPU, each category of `host_bytes` has the device and host bytes of the point with
@@ -131,8 +131,8 @@ def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -
 
 
 def of_phases(places: Mapping[str, Point], on_card: bool) -> dict[str, Point]:
-    """Returns phase -> the point with the most device bytes, with the most host bytes of the phase as in `by_place`.
-    Args: places: the result of `by_place`."""
+    """Returns phase -> the highest point of its places, with `host_bytes` as in `by_place`. Args: places: the result of
+    `by_place`."""
     phases: dict[str, list[Point]] = {}
     for place, point in places.items():
         phases.setdefault(place.split()[0], []).append(point)

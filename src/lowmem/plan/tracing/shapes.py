@@ -81,7 +81,7 @@ class ShapeMode(LeanFakeTensorMode):
     def __init__(self, over_gloo: bool = False) -> None:
         super().__init__()
         self.over_gloo = over_gloo
-        self.phase: str | None = None
+        self.phase: str | None = None  # set by `Steady`; None: outside of the traced window, work is not counted
         self.work: Counter[tuple[str, Work]] = Counter()
         self.sent: Counter[tuple[str, Collective]] = Counter()  # bytes of the full tensors
         self.operators = 0  # number of operators outside of updates (an update may call thousands per parameter)

@@ -2,12 +2,12 @@
 sharded models are saved and loaded through this module.
 
 A checkpoint has the same content for every strategy and number of processes. Each process has a shard of each parameter
-(in a pipeline, of each parameter of its stage), and the matching shard of the optimizer state, as plain tensors
+(in a pipeline, the full parameters of its stage), and the matching shard of the optimizer state, as plain tensors
 (`OneDevice.local` in `techniques/strategy/contract.py`). When saving, each shard becomes a piece of the full tensor.
-When loading, each process reads its shard of a full tensor from a file or a folder. In fused layers the elements of a
-shard are not in the same order as in the model. For such layers `as_dtensor` gathers one full tensor at a time, both
-when saving and when loading a folder. Loading needs no other communication, and no process has a second copy of the
-model.
+When loading, each process reads its shard of a full tensor from a file or a folder. If tensor parallelism shards a
+fused layer (such as query, key and value in one matrix), a shard is not a contiguous part of the full tensor. For such
+layers `as_dtensor` gathers one full tensor at a time, both when saving and when loading a folder. Loading needs no
+other communication, and no process has a second copy of the model.
 """
 
 import logging
@@ -40,7 +40,7 @@ def stepped(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
 
 
 def local_data(tensor: Tensor, ranks: OneDevice) -> Tensor:
-    """Returns a buffer, or this process's shard of a parameter, as a plain tensor that shares its memory."""
+    """Returns a buffer, or this process's shard of a parameter, as a plain tensor, without copying."""
     if isinstance(tensor, DTensor):
         return tensor.detach().to_local()
     return (ranks.local(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
@@ -96,8 +96,8 @@ def _tied(module: LightningModule) -> dict[str, str]:
 def load(folder: Path) -> dict:
     """Returns the checkpoint that `tensors_and_rest` and `checkpoint_folder.save` have written.
 
-    Its tensors are not in memory: `state_dict`, and `stored` in the optimizer's state, are `CheckpointTensors`, which
-    read a tensor from the folder when a shard needs it.
+    Weights and optimizer state stay in the folder: `state_dict`, and `stored` in `optimizer_states`, are
+    `CheckpointTensors`, from which each process reads its shards.
     """
     content, stored = checkpoint_folder.load(folder)
     for name, first_name in content["tied"].items():
@@ -156,8 +156,8 @@ def _fill(
 
 
 class LazyState(Mapping[str, object]):
-    """The optimizer state of one parameter. Each access to a key reads the tensor from the checkpoint again. Args:
-    readers: key -> function that reads the value."""
+    """The optimizer state of one parameter, read from the checkpoint again at each access. Args: readers: key ->
+    function that returns the value."""
 
     def __init__(self, readers: dict[str, Callable[[], object]]) -> None:
         self.readers = readers
@@ -174,8 +174,8 @@ class LazyState(Mapping[str, object]):
 
 def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
     """Returns this process's shard of the saved optimizer state, as the argument of the optimizer's `load_state_dict`.
-    Also changes the learning rate schedules in `checkpoint`: values of parameter groups that this process does not have
-    are removed. Raises: Refused: the checkpoint does not have the names that sharding needs."""
+    Also removes, from the learning rate schedules in `checkpoint`, the values of parameter groups that this process
+    does not have. Raises: Refused: the checkpoint does not have the names that sharding needs."""
     (theirs,) = checkpoint["optimizer_states"]
     names = checkpoint["lowmem"].get("stepped")  # None: written on one device by an earlier version without this key
     ours = stepped(module)
@@ -204,6 +204,7 @@ def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: d
     }
 
 
+# (name of a parameter, the parameter, the strategy) -> the argument `readers` of `LazyState`
 ReadersOf = Callable[[str, nn.Parameter, OneDevice], dict[str, Callable[[], object]]]
 
 
@@ -214,7 +215,7 @@ def _readers_from_folder(theirs: dict) -> ReadersOf:
 
     def read(full: str, p: nn.Parameter, ranks: OneDevice) -> Tensor:
         like = stored[full]
-        # False for optimizer state whose shape differs from the parameter's, such as a scale per block
+        # False for state of a plain parameter that has another shape than the parameter, such as a scale per block
         laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape
         undivided = not (ranks.divides and like.dim() and laid_out_alike)
         shard = (

@@ -1,4 +1,4 @@
-"""Writes checkpoints atomically and always between windows, and verifies a checkpoint before it is used.
+"""Writes checkpoints atomically and only between windows (optimizer steps), and verifies a checkpoint before its use.
 
     AtomicCheckpointIO    writes, reads and deletes one checkpoint, for Lightning
     Checkpoints           callback: decides when to save, and deletes old checkpoints
@@ -6,9 +6,9 @@
     Saved                 settings and counts of that checkpoint, and checks that it belongs to this run
 
 A checkpoint is a file, or a folder if several processes shard the model (`checkpoint_folder.py`). Any number of
-processes can read both. A checkpoint that has its final name was written completely. Later damage is found with the
-CRC-32 of each tensor. In a file, torch writes the CRC-32 into the zip archive but never checks it; in a folder, the
-index contains it.
+processes can read either kind. A checkpoint gets its final name only when it is complete. Later damage is found with
+the CRC-32 of each tensor: in a file, torch writes it into the zip archive but never checks it; in a folder, the index
+contains it.
 """
 
 import hashlib
@@ -89,8 +89,8 @@ class Checkpoints(Callback):
         folder: the folder for the checkpoints.
         every: value of `save_every`: a number of optimizer steps, or a time such as 30min.
         keep: which checkpoints to keep. "last": the newest two, in case one is damaged. "best": the newest checkpoint,
-            and the checkpoint with the lowest validation loss, which is saved after the evaluation. A number: this
-            number of newest checkpoints.
+            and the checkpoint with the lowest validation loss; a checkpoint is also saved after each evaluation that
+            lowers this loss. A number N: the newest N checkpoints.
         metered: returns a context in which the memory meter attributes memory to saving.
         paused: returns a context whose time does not count as part of a step.
     """
@@ -107,9 +107,9 @@ class Checkpoints(Callback):
         self.steps, self.seconds = steps_or_seconds(every)
         self.best_step, self.best_loss = -1, math.inf
         self.saved_step = -1
-        # If a checkpoint could not be written, which ends training: the reason, for an error message. Otherwise None.
+        # why a checkpoint could not be written, for the error message that ends the run; None: no such failure
         self.ended_by: str | None = None
-        self._since = 0.0  # time of the last attempt to save
+        self._since = 0.0  # time of the last attempt to save; before the first attempt, the start of training
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._since = time.monotonic()
@@ -123,13 +123,14 @@ class Checkpoints(Callback):
             self.save(trainer)
 
     def _late(self, ranks: OneDevice) -> bool:
-        """Returns True if the time for the next save has come. Rank 0 decides for all ranks, whose clocks differ."""
+        """Returns True if `every` is a time that has passed since the last attempt to save. Rank 0 decides for all
+        ranks, because their clocks differ."""
         return self.seconds < math.inf and ranks.broadcast(time.monotonic() - self._since >= self.seconds)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         training = (
             trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        )  # False for evaluate=, which saves no checkpoint
+        )  # False in evaluate=, which saves no checkpoint, and in the sanity check before training
         if self.keep != "best" or not training or module.val_loss is None or module.val_loss >= self.best_loss:
             return
         self.best_step, self.best_loss = trainer.global_step, module.val_loss
@@ -153,8 +154,9 @@ class Checkpoints(Callback):
             self.best_step, self.best_loss = state_dict["best_step"], state_dict["best_loss"]
 
     def save(self, trainer: Trainer) -> None:
-        """Saves a checkpoint. If the checkpoint cannot be written, training ends, older checkpoints are kept, and no
-        further checkpoint is saved. The run then writes only its weights (`model_folder.without_checkpoint`).
+        """Saves a checkpoint. All processes must call this method. If the checkpoint cannot be written, training ends,
+        older checkpoints are kept, and no further checkpoint is saved. The run then writes its weights to model/
+        instead (`model_folder.without_checkpoint`).
 
         Raises:
             NotFinite: a weight is inf or nan.
@@ -183,7 +185,7 @@ class Checkpoints(Callback):
 
     def _prune(self) -> None:
         newest = {"last": 2, "best": 1}.get(self.keep, self.keep)
-        # Later steps belong to an earlier attempt: this run resumed from an older checkpoint. Keep them.
+        # Checkpoints of later steps belong to an earlier attempt: this run resumed from an older one. Keep them.
         until_now = [path for path in complete(self.folder) if _step(path) <= self.saved_step]
         for old in until_now[:-newest]:
             if self.keep != "best" or _step(old) != self.best_step:
@@ -198,7 +200,7 @@ def _all_finite(trainer: Trainer) -> bool:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, the oldest first. Their bytes are not verified."""
+    """Returns the complete checkpoints in a folder, sorted by step. Does not verify their bytes."""
     return [path for path in _named(folder) if _has_its_end(path)]
 
 
@@ -212,8 +214,9 @@ def _has_its_end(path: Path) -> bool:
 
 
 def _named(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a folder, complete or not, the oldest first."""
-    for old in folder.glob(".step-*.ckpt.old"):  # left by a process that was killed while it replaced a checkpoint
+    """Returns the checkpoints in a folder, complete or not, sorted by step. First puts back a checkpoint that a process
+    was replacing when it was killed."""
+    for old in folder.glob(".step-*.ckpt.old"):
         with suppress(OSError):  # the folder may belong to another user
             put_back(folder / old.stem.removeprefix("."))
     return sorted((path for path in folder.glob("step-*.ckpt") if _NAME.fullmatch(path.name)), key=_step)
@@ -226,8 +229,8 @@ def _step(path: Path) -> int:
 def intact(path: Path) -> bool:
     """Returns True if the CRC-32 of a checkpoint's file or folder shows no damage.
 
-    A CRC-32 detects any flipped bit and any change within four adjacent bytes. It misses one in 4 billion of all other
-    errors, such as a page of zeros. Checking 1 GB takes 0.3 s; with a cryptographic digest it would take 1 s.
+    A CRC-32 detects every flipped bit and every change within four adjacent bytes. Of other errors, such as a page that
+    was replaced by zeros, it misses one in 4 billion. Checking 1 GB takes 0.3 s; a cryptographic digest would take 1 s.
 
     Raises:
         PermissionError: the checkpoint may not be read.
@@ -244,8 +247,8 @@ def intact(path: Path) -> bool:
 
 
 def newest(folder: Path) -> Path | None:
-    """Returns the newest intact checkpoint of a run for `resume=auto`, or None if there is none. Args: folder: the run
-    folder."""
+    """Returns the newest intact checkpoint of a run for `resume=auto`, or None if the run has no intact checkpoint.
+    Args: folder: the run folder."""
     for path in reversed(_named(folder / "checkpoints")):
         if intact(path):
             return path
@@ -255,7 +258,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(named: str, key: str = "resume") -> Path:
-    """Returns the checkpoint that a value of resume=, evaluate= or export= names. For a run folder this is the newest
+    """Finds and verifies the checkpoint that resume=, evaluate= or export= names. For a run folder this is the newest
     complete checkpoint.
 
     Args:
@@ -295,14 +298,15 @@ def _instead(key: str, broken: Path | None = None) -> str:
 
 
 class Saved:
-    """The settings and counts in a checkpoint, read before the model is built. No tensor is read.
+    """The settings and counts in a checkpoint, read before the model is built, without the values of weights and
+    optimizer state.
 
     Args:
         path: the checkpoint.
         key: the key that named the checkpoint, for error messages.
 
     Raises:
-        Refused: the file is not a checkpoint of lowmem.
+        Refused: the file or folder is not a checkpoint of lowmem.
     """
 
     def __init__(self, path: Path, key: str = "resume") -> None:
@@ -401,8 +405,8 @@ _TYPED = {
 
 
 def _comparable(saved: object, own: object) -> object:
-    """Returns `own` without digests of texts (keys "text") that `saved` lacks, because an older version of lowmem wrote
-    the checkpoint."""
+    """Returns `own` without the digests of texts (keys "text") that `saved` lacks. Checkpoints of older versions of
+    lowmem have no such digests."""
     if isinstance(saved, dict) and isinstance(own, dict):
         return {key: _comparable(saved.get(key), value) for key, value in own.items() if key in saved or key != "text"}
     if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
@@ -422,5 +426,5 @@ def _differences(saved: dict, own: dict) -> tuple[str, str]:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a digest of a tokenizer's vocabulary, which is equal for tokenizers with equal tokens and ids."""
+    """Returns a digest of a tokenizer's vocabulary. Tokenizers with equal tokens and ids have equal digests."""
     return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

@@ -2,8 +2,8 @@
 needs. `AtomicCheckpointIO` (`checkpoint.py`) uses such a folder if the model is sharded.
 
 torch's distributed checkpoint assigns pieces of tensors to processes when saving. When loading, it finds the pieces
-that contain the shards of a process. This module writes and reads the bytes; no process needs memory for more than its
-own shards:
+that overlap with the shards of a process. This module writes and reads the bytes; no process needs memory for more than
+its own shards:
 
     part-00000.bin ...   the bytes of tensors, one file per process; a reader maps a file and copies the bytes it needs
     index.pt             all other values, and for each piece its offsets in the tensor, its file and its CRC-32
@@ -62,8 +62,9 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
 
     Args:
         path: the folder to write.
-        tensors: name -> tensor. Each process writes its shard of a DTensor (a replicated shard is written once). A
-            plain tensor must be equal in all processes.
+        tensors: name -> tensor. Each process writes its shard of a DTensor (a replicated shard is written once).
+            Processes may pass different names, as the stages of a pipeline do. A plain tensor is written once, so it
+            must be equal in all processes that pass it.
         content: further tensors and plain values. Only the content of rank 0 is written.
         ranks: the processes.
 
@@ -83,8 +84,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], content: dict, ranks: Ranks)
 
 @contextmanager
 def _one_error() -> Iterator[None]:
-    """Context that raises the first error of any process. torch wraps the errors of all processes in an error that is
-    not an `Exception`."""
+    """Context manager that raises the original error of the first process that failed. torch wraps the errors of all
+    processes in an error that is not an `Exception`."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -100,7 +101,7 @@ class _Writer(dcp.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return False  # torch passes no folder here; the constructor has received it
+        return False  # `save` passes the folder to the constructor instead
 
     def reset(self, checkpoint_id: object = None) -> None:
         """No-op: each checkpoint has a new writer."""
@@ -134,13 +135,13 @@ class _Writer(dcp.StorageWriter):
         with (
             naming_file(index),
             index.open("wb") as stream,
-        ):  # torch's error has no errno when it reaches other processes
+        ):  # without `naming_file`, the error that reaches other processes would have no errno
             torch.save({"content": self.content, "tensors": tensors}, stream)
 
 
 def _written(tensor: Tensor, name: str, stream: BinaryIO) -> Piece:
-    """Writes a tensor and returns its location. Since tensors are written one by one, only one of them is copied from
-    the device to the host at a time."""
+    """Copies a tensor to the host, writes it, and returns its location. Called for one tensor at a time, so the host
+    has a copy of only one tensor."""
     numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     stream.write(bytes(-stream.tell() % ALIGNED))
     start = stream.tell()
@@ -164,7 +165,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
     Args:
         folder: the checkpoint.
         tensors: full name -> entry of the index.
-        prefix: removed from the full names.
+        prefix: the beginning of all full names. The names of the mapping do not contain it.
     """
 
     def __init__(self, folder: Path, tensors: dict[str, dict], prefix: str = "") -> None:
@@ -187,7 +188,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return len(self.tensors)
 
     def read(self, name: str, into: Tensor) -> None:
-        """Fills a tensor from the files. Reads only the bytes that `into` needs, without communication.
+        """Fills a tensor from the files. Reads only the bytes that `into` needs. Does not communicate.
 
         Args:
             name: name of the saved tensor.
@@ -211,7 +212,8 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return TensorStorageMetadata(TensorProperties(entry["dtype"]), torch.Size(entry["shape"]), chunks)
 
     def _piece(self, name: str, offsets: torch.Size) -> tuple[Tensor, Tensor]:
-        """Returns the piece that begins at `offsets`, and the full file of this piece, both as mapped memory."""
+        """Returns the piece that begins at `offsets`, and the bytes of the file that contains it, both as mapped
+        memory."""
         entry = self.tensors[self.prefix + name]
         sizes, piece = next((sizes, Piece(*piece)) for at, sizes, piece in entry["pieces"] if at == tuple(offsets))
         if piece.file not in self._mapped:
@@ -222,13 +224,14 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
 
 def load(folder: Path) -> tuple[dict, CheckpointTensors]:
-    """Returns the content and the tensors that `save` wrote."""
+    """Returns the content and the tensors that `save` wrote. Tensor values stay in the files."""
     index = torch.load(folder / INDEX, map_location="cpu", weights_only=True, mmap=True)
     return index["content"], CheckpointTensors(folder, index["tensors"])
 
 
 def has_its_end(folder: Path) -> bool:
-    """Returns True if every file has its full length. Reads only the index."""
+    """Returns True if the index can be read, and no file is shorter than the index says. Does not read the other files.
+    Raises: PermissionError: a file may not be read."""
     try:
         if not zipfile.is_zipfile(folder / INDEX):
             return False
@@ -240,7 +243,7 @@ def has_its_end(folder: Path) -> bool:
 
 
 def _ends(stored: CheckpointTensors) -> dict[str, int]:
-    """Returns {name of a file: size in bytes that the file must have at least}."""
+    """Returns name of a file -> the smallest size in bytes that contains all of its pieces."""
     ends: dict[str, int] = {}
     for piece in _pieces(stored):
         ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.bytes)

@@ -77,8 +77,8 @@ class Weights:
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
 
     def full(self, p: nn.Parameter) -> Tensor:
-        """Returns a full weight. Only the first process calls this. A parameter that is not in the model was created by
-        the export, and is not sharded."""
+        """Returns a full weight. Only the first process calls this method. A parameter that was not in the model when
+        this object was created is a parameter of the export, and is not sharded."""
         if p not in self._names:
             return self.computed[p]() if p in self.computed else p.data
         return self._gathered(self._send_name(self._names[p]))
@@ -118,7 +118,7 @@ class ModelFolder(NamedTuple):
 
     path: Path
     tokenizer: PreTrainedTokenizerBase
-    dtype: str | None = None  # dtype of the written weights, such as bfloat16; None: unchanged
+    dtype: str | None = None  # dtype of the written weights, such as bfloat16; None: full precision
     card: str = ""  # content of README.md
 
     @contextmanager
@@ -134,7 +134,7 @@ class ModelFolder(NamedTuple):
 
 
 def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | None = None) -> None:
-    """Writes weights (safetensors), configuration and tokenizer, atomically.
+    """Writes weights (safetensors), configuration, tokenizer and README.md, atomically.
 
     Args:
         network: the model.

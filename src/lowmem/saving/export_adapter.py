@@ -1,4 +1,5 @@
-"""Writes model/ of a run with an adapter: only the adapter, or with merge=true the complete model with merged weights.
+"""Writes model/ of a run with an adapter: only the adapter, or the complete model with merged weights (merge=true, or a
+base model that was initialized at random).
 
 The folder of an adapter has PEFT's format: adapter_model.safetensors, and adapter_config.json, which names the base
 model. A base model that was quantized to 4 bits differs from the published weights, and the adapter has learned to
@@ -58,7 +59,7 @@ def export(
 
     Raises:
         OverflowError: a weight is out of range of the folder's dtype.
-        Refused: two adapted layers share a weight, so they cannot be merged.
+        Refused: an adapted layer shares its weight with another layer, so the adapter cannot be merged.
     """
     weights = weights or Weights(network)
     if not is_adapted(network):
@@ -102,7 +103,7 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
 
     Raises:
         OverflowError: a weight is out of range of the dtype.
-        Refused: two adapted layers share a weight.
+        Refused: an adapted layer shares its weight with another layer.
     """
     _refuse_shared(network)
     rounding = Rounding(dtype)
@@ -118,8 +119,8 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _refuse_shared(network: PreTrainedModel) -> None:
-    """Refuses to merge if adapted layers share a weight, as in Zamba. Each of these layers has its own adapter, and a
-    shared weight cannot contain several adapters. Raises: Refused."""
+    """Refuses to merge if an adapted layer shares its weight with another layer. In Zamba such layers have separate
+    adapters, and one weight cannot contain several adapters. Raises: Refused."""
     from peft.tuners.lora import LoraLayer
 
     tied = getattr(network, "all_tied_weights_keys", None) or {}
@@ -133,7 +134,8 @@ def _refuse_shared(network: PreTrainedModel) -> None:
 
 
 def _names(network: nn.Module) -> list[str]:
-    """Returns the names of the layers that merging replaces: layers with an adapter, and 4-bit layers and experts."""
+    """Returns the names of the layers that merging replaces: layers with an adapter, 4-bit layers, and stacks of
+    experts that are in 4 bits or have LoRA."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # importing PEFT takes seconds
 
     names = [
@@ -275,8 +277,8 @@ def base_of(folder: Path) -> str | None:
 
 
 def adapter_config_of(folder: Path) -> dict:
-    """Returns the settings `adapter=` with which a run starts from the adapter in a folder: the contents of the yaml of
-    the adapter's kind, with `path` set to the folder."""
+    """Returns the settings of the group `adapter` for a run that starts from the adapter in a folder: the contents of
+    the yaml for this kind of adapter, with `path` set to the folder."""
     kind = "lora.DoRA" if json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("use_dora") else "lora.LoRA"
     kind = "qlora.QLoRA" if stands_on_4_bits(folder) else kind
     nodes = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted((CONF / "adapter").glob("*.yaml")))

@@ -1,9 +1,9 @@
 """Converts an exported model folder to a GGUF file, for llama.cpp and programs based on llama.cpp.
 
 The tensors are read from the folder's files, one at a time, and the GGUF file is added to the folder. Before the file
-gets its final name, the log-probabilities that llama.cpp computes from the file are compared with the log-probabilities
-that transformers computes from the folder. Without this comparison, swapped rows or a wrong tokenizer would produce
-plausible nonsense without an error. If llama.cpp is not installed, the file name says "unverified".
+gets its final name, `llama_cpp.compare` checks that llama.cpp computes the same log-probabilities from the file as
+transformers from the folder. Without this check, swapped rows or a wrong tokenizer would produce plausible nonsense
+without an error. If llama.cpp is not installed, the check is skipped, and the file name says "unverified".
 """
 
 import json
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 NAME, UNVERIFIED = "model.gguf", "model.unverified.gguf"
 CONVERTER = "convert_hf_to_gguf.py of llama.cpp"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # the names of safetensors and GGUF
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors and GGUF use these names
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -121,7 +121,8 @@ def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def write(folder: Path) -> Path:
-    """Writes the GGUF file of an exported model into its folder and returns its path.
+    """Converts the exported model in a folder to a GGUF file in the same folder, and returns the file's path. First
+    deletes GGUF files of an earlier call.
 
     Args:
         folder: a model in Hugging Face's format that passed `check`.
@@ -186,7 +187,7 @@ class GgufTensor(NamedTuple):
 
     Args:
         name: the tensor's name in transformers.
-        shape: the tensor's shape in the file.
+        shape: the tensor's shape as GGUFWriter takes it, in torch's order of dimensions. The file stores the reverse.
         dtype: the tensor's dtype in the file.
         read: returns the tensor's values, in any dtype.
     """

@@ -1,8 +1,8 @@
 """Compares the tokens and log-probabilities that llama.cpp computes from a GGUF file with the tokens and
 log-probabilities that transformers computes from the original folder. `gguf.py` calls `compare`.
 
-llama.cpp runs in a separate process, because an error in native code would end this process. Both models are in host
-memory; the model in transformers is in fp32, and is then rounded to 16 bits to measure the effect of rounding.
+llama.cpp runs in a separate process, because a crash in native code would end this process. Both models are in host
+memory. The model in transformers computes in fp32 first, and then in 16 bits to measure the effect of rounding.
 """
 
 import json
@@ -23,7 +23,7 @@ TEXT = "In 1984, the cost rose by 12.5%: it wasn't news.\n\ndef f(x):\n    retur
 TOP = 20  # at each position, the log-probabilities of this number of most likely tokens are compared
 # Log-probabilities differ because of rounding: llama.cpp rounds the inputs of matmuls with 16-bit weights to 16 bits,
 # and reads GELU from a table in fp16. The size of the rounding error depends on the model. So the tolerance is FACTOR
-# times the difference between an fp32 model and a 16-bit model in transformers.
+# times the mean difference between an fp32 model and a 16-bit model in transformers.
 FACTOR = 2.0
 CONTEXT = 512  # context length of llama.cpp, in tokens
 PARTS = 6  # number of prefixes of TEXT whose tokenization by llama.cpp is checked
@@ -35,7 +35,10 @@ def is_installed() -> bool:
 
 
 def compare(file: Path, folder: Path) -> None:
-    """Compares the tokens of TEXT, and the log-probabilities of the next token at each position.
+    """Compares the tokens of PARTS prefixes of TEXT, and the log-probabilities of the next token at each position.
+
+    Tokens are compared indirectly: llama.cpp reads each prefix as a text, and as the token ids that transformers gives.
+    Both must have equally many tokens, and equal log-probabilities of the next token.
 
     Args:
         file: the GGUF file.
@@ -71,7 +74,8 @@ def compare(file: Path, folder: Path) -> None:
 
 
 def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
-    """Returns prefixes of TEXT and their tokens. TEXT is shortened until its tokens fit the model's context."""
+    """Returns PARTS prefixes of TEXT, the last of which is all of TEXT, and the token ids of each prefix. TEXT is
+    shortened until its tokens fit CONTEXT and the model's context."""
     tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     text = TEXT + (tokenizer.eos_token or "")  # also check a special token, which must not be split
     while len(tokenizer(text).input_ids) > min(CONTEXT, config.max_position_embeddings):
@@ -89,7 +93,7 @@ def _apart(one: dict, other: dict) -> float:
 
 @torch.no_grad()
 def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns the log-probabilities of the next token from an fp32 model and from a 16-bit model, (T, vocabulary)
+    """Returns the log-probabilities of the next token, computed in fp32 and in 16 bits, (T, vocabulary) float64
     each."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     exact = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)

@@ -31,7 +31,7 @@ def card(summary: Mapping) -> str:
 
 
 def _tags(summary: Mapping) -> list[str]:
-    """Returns a list with the name of the adapter; empty if the run trained no adapter."""
+    """Returns a list with the name of the adapter, or an empty list if the run trained no adapter."""
     return [summary["recipe"]["adapter"]] if "adapter" in summary["recipe"] else []
 
 
@@ -85,8 +85,8 @@ def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def command(overrides: list[str]) -> str:
-    """Returns the command that repeats the run, without local folders. Instead of a path the command has the name of
-    the file or folder in <>, which readers replace by their own path."""
+    """Returns the command that repeats the run, without the overrides of NOT_SHOWN. Each local path is shortened to
+    <name of the file or folder>, which readers replace by their own path."""
     typed = set(map(key, overrides))
     # overrides that set a key to null only because the other key of its pair is typed
     implied = {f"{other}=null" for pair in EITHER if typed >= {*pair} for other in pair}
@@ -95,8 +95,8 @@ def command(overrides: list[str]) -> str:
 
 
 def without_place(line: str, data_of_hub: bool) -> str:
-    """Returns an override in which local paths are replaced by names in <>. Hub ids are kept. Args: line: the override;
-    data_of_hub: True if data.path is a hub id."""
+    """Returns an override in which each local path is shortened to <name of the file or folder>. Hub ids are kept.
+    Args: line: the override; data_of_hub: True if data.path is a hub id."""
     name, equals, value = line.partition("=")
     if key(line) in ("data.path", "data.val_path") and not value.startswith("{") and not data_of_hub:
         return f"{name}{equals}<{PurePath(value).name}>"

@@ -1,7 +1,7 @@
 """Rewrites config.json and tokenizer_config.json of an exported folder so that older programs can read them, too.
 
-transformers 5 writes keys that transformers 4, and servers and converters of that time, do not know. Such programs
-fail, or silently use a default. So config.json gets the old keys in addition to the new keys, and in
+transformers 4, and servers and converters written for it, do not know some keys that transformers 5 writes. Such
+programs fail, or silently use a default. So config.json gets the old keys in addition to the new keys, and in
 tokenizer_config.json old keys replace new keys. transformers 5 reads old and new keys.
 """
 
@@ -94,8 +94,8 @@ def _scaling(rope: dict, config: dict) -> dict | None:
 
 
 def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rewrites tokenizer_config.json. The tokenizer's class becomes `PLAIN`, unless its original class opens the folder
-    as an identical tokenizer."""
+    """Rewrites tokenizer_config.json; a no-op for a slow tokenizer. The tokenizer's class becomes `PLAIN`, unless the
+    original class opens the folder as an identical tokenizer."""
     if not tokenizer.is_fast:  # the class of a slow tokenizer does not read tokenizer.json
         return
     came_with = _class_of(tokenizer)

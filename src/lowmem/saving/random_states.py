@@ -1,9 +1,10 @@
 """Saves the states of the random number generators in a checkpoint and restores them, so that a resumed run has the
 same dropout masks as a run without interruption.
 
-If the number of processes or the sharding has changed, the saved states cannot be used. Then each process is seeded
-with the run's seed, the number of completed windows, and with several processes its data rank (in a pipeline also its
-rank). In this case only the dropout masks differ from the masks of a run without interruption.
+The saved states cannot be used if the number of processes or their data ranks have changed, or if processes that read
+the same data now use a different strategy. Then the seed of each process depends on the run's seed, the number of
+completed windows, and with several processes its data rank (in a pipeline also its rank). In this case only the dropout
+masks differ from a run without interruption.
 """
 
 import logging
@@ -22,8 +23,8 @@ KINDS = ("cpu", "cuda")  # names of the generators in a checkpoint, in the order
 
 
 def capture(ranks: OneDevice, device: torch.device) -> dict:
-    """Returns the states and data ranks of all processes, for a checkpoint. All processes must call this function, and
-    get equal results."""
+    """Returns the states and data ranks of all processes and the name of the strategy, for a checkpoint. All processes
+    must call this function, and get equal results."""
     own = dict(zip(KINDS, captured(device), strict=False)) | {"data_rank": ranks.data_rank}
     return {"random_states": ranks.all_gather(own), "strategy": type(ranks).__name__}
 
@@ -53,7 +54,7 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
 
 
 def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:
-    """Returns True if the checkpoint has a state for each process, with equal data rank and equal sharding. Shardings
-    are compared by the name of the strategy. If all processes read different data, the sharding does not matter."""
+    """Returns True if the checkpoint has a state for each process, with an equal data rank and an equal strategy. The
+    strategy may differ if all processes read different data."""
     data_ranks, saved_ranks = ranks.all_gather(ranks.data_rank), [state["data_rank"] for state in every]
     return saved_ranks == data_ranks and (strategy == type(ranks).__name__ or len({*data_ranks}) == len(data_ranks))

@@ -5,7 +5,7 @@ The steps of a command:
 
 - `start` converts the command line (`prepare`) and calls Hydra's main function.
 - Hydra composes the config and calls the callbacks of conf/config.yaml: `TypedWins` (`typed_lines.py`), `Settle` here,
-  and `Claim` (`folder_lock.py`), which locks the run's folder.
+  and `Claim` (`folder_lock.py`), which locks the run's folder. Hydra calls `Report` (`sweep.py`) after a sweep.
 - Hydra writes its files and calls the job, `run` or `plan`. With `devices=2`, `run` starts the ranks (`launch.py`),
   each of which goes through these steps as well.
 - `_guarded` turns an error of the job into a message. When Hydra has returned, `start` prints all messages and exits.
@@ -63,7 +63,7 @@ LOADING = "Loading torch, Lightning and transformers ..."  # importing them take
 NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
 
 _failures: list[str] = []  # messages of failed jobs of this command
-_unfit: list[Path] = []  # folders of those plans of this command for which no recipe fits
+_unfit: list[Path] = []  # folders of the plans of this command in which no recipe fits
 
 
 def _skip_last_collection() -> None:
@@ -134,8 +134,8 @@ def _exit(message: str) -> NoReturn:
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """Returns the arguments for Hydra: its flags, then the overrides of a resumed run or sweep and the typed overrides,
-    quoted for Hydra.
+    """Returns the arguments for Hydra: its flags, then the overrides of the run or sweep that resume=, evaluate=,
+    export= or sweep.resume= names, and the typed overrides, quoted for Hydra.
 
     Raises:
         Refused: the arguments are wrong. (Errors that show only in the composed config are found later, by Hydra and
@@ -267,6 +267,7 @@ def run(cfg: DictConfig) -> float:
     Raises:
         Ended: a signal has interrupted the run (or the current job of a sweep), which wrote a checkpoint; or has ended
             the run immediately.
+        KeyboardInterrupt: Ctrl-C has interrupted the current job of a sweep.
     """
     hydra = HydraConfig.get()
     if hydra.mode == RunMode.MULTIRUN:

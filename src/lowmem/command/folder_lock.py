@@ -33,7 +33,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.terminal import folded
 
 HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # files that Hydra writes before a job starts
-# Files of a command that Hydra does not write. A folder that contains one of these files belongs to another run.
+# Files that a command writes in addition to Hydra's files. A folder that contains one of them belongs to another run.
 LEFT = (
     *("summary.json", FAILED, "metrics.csv", "memory.csv", "memory_step.csv", "memory.png", "checkpoints", "model"),
     *("plan.json", rank_environment.LOG),

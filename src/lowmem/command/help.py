@@ -1,8 +1,8 @@
-"""Prints `--help`: each group and key with its comment in conf/ and its value in this command line.
+"""Builds the text of `--help`: each group and key with its comment in conf/ and its value in this command line.
 
-The text is built from the comments of the yaml files, so that a key is documented in one place. The text becomes the
-value of `hydra.help.template` in conf/config.yaml. This module imports nothing heavy, so that `--help` answers in well
-under a second.
+The text consists of comments of the yaml files, so that a key is documented in one place. `hydra.help.template` in
+conf/config.yaml refers to the text, and Hydra prints it. This module imports nothing heavy, so that `--help` answers in
+well under a second.
 """
 
 import re

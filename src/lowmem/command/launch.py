@@ -38,7 +38,7 @@ from lowmem.techniques.strategy import lost_ranks
 
 # seconds between the failure of a rank and SIGTERM to the other ranks, in which they may report their own errors
 SETTLE = 2.0
-GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+GRACE = 5.0  # seconds from SIGTERM, or from the second signal, to SIGKILL
 LOOK = 0.05  # seconds between two checks whether ranks have ended
 LEAVES = 30.0  # seconds that a rank may take to exit after it has reported its failure
 LAST = 20  # lines of a rank's log in an error message
@@ -66,7 +66,7 @@ class Rank:
         last_stderr: the end of the stderr of rank 0, which is in no file; empty for other ranks.
         reader: the launcher's thread that reads the stderr of rank 0; None for other ranks.
         code: exit code of the process (negative for a signal); None while the process runs.
-        at: time.monotonic() when the launcher first saw the report or the end of the process; 0: not yet.
+        at: time.monotonic() at which the launcher first saw the report or the end of the process; 0: not yet.
         ended_by_us: True: the launcher has ended this rank, because another rank had failed or after a second signal.
         report: the rank's report (`rank_environment.report`); empty without a report.
     """
@@ -170,8 +170,8 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 
 @contextmanager
 def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
-    """Context manager that starts the ranks and yields them. When the `with` ends, ranks that are still running are
-    killed."""
+    """Context manager that starts the ranks and yields them. At the end of the `with`, kills the ranks that still
+    run."""
     command = [sys.executable, str(sweep.script), *typed, f"hydra.run.dir={folder}"]
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
     # Each rank gets an equal part of the processors for its threads. Otherwise each rank would start threads for all

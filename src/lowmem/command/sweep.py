@@ -52,8 +52,8 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
         typed: the overrides of the job, as Hydra gives them.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, once the job has written its checkpoint.
-        Ended: after another signal to the sweep, once the job has written its checkpoint.
+        KeyboardInterrupt: after Ctrl-C, once the job has ended (usually with a checkpoint).
+        Ended: after another signal to the sweep, once the job has ended (usually with a checkpoint).
     """
     plain = list(map(unquoted, typed))
     earlier = folders.load(folder)

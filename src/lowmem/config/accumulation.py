@@ -1,9 +1,9 @@
-"""Sets the number of micro-batches per optimizer step, that is, gradient accumulation (`accumulation=`).
+"""Defines how many micro-batches each optimizer step accumulates (`accumulation=`).
 
 A window is the micro-batches of one optimizer step. The loader yields complete windows, each with its number of labels
-(for preference losses, of pairs or answers). Before its backward pass, the loss of every micro-batch is divided by this
-number of the *window*. So the update equals the update from one large batch, even if sequences differ in length or an
-epoch ends in a short window. Accumulation saves activation memory: unless blocks or stages process several
+(for preference losses, of pairs or answers). Before the backward pass, the summed loss of each micro-batch is divided
+by this number of the *window*. So the update equals the update from one large batch, even if sequences differ in length
+or an epoch ends in a short window. Accumulation saves activation memory: unless blocks or stages process several
 micro-batches in turn (`Run.overlaps`), only the activations of one micro-batch exist at a time. The costs are smaller
 matmuls, and gradients that are kept between micro-batches.
 

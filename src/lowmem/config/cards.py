@@ -1,7 +1,7 @@
 """Describes cards for the planner: how much of a card's memory a run can use, and how fast the card is.
 
 A run can use less memory than a card's nominal size, because firmware reserves a part and the CUDA context takes
-another part. How much remains is known in three ways:
+another part. The remaining memory is computed in one of three ways:
 
 - conf/gpu.yaml lists cards by name, with the memory that torch reports and the size of the context.
 - For a bare size such as 12GiB, the share SPARE is kept free, and the size of the context is assumed.
@@ -25,15 +25,16 @@ from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, MIB
 
 SPARE = 0.02  # share of a bare size that is kept free
-CONTEXT = GIB // 2  # bytes, assumed for a card without a name; includes LATER; only the largest cards need more
+# bytes of context and LATER, assumed for a card without a name; large cards need more (H200: 775 MiB)
+CONTEXT = GIB // 2
 COMMUNICATOR = 512 * MIB  # buffers of NCCL per process group: 0.5 to 1 GiB were reported (nccl#864, nccl#1685)
 # bytes for kernels that are loaded at their first call: 20 to 70 MiB were published; 158 MiB were measured on an H200
 LATER = 160 * MIB
 # dtype -> the lowest compute capability with hardware for matmuls in this dtype. Cards without tensorfloat32 compute in
 # fp32, so every card accepts tensorfloat32.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
-# Bytes of a cuBLAS workspace. torch's allocator keeps one workspace for each thread that has run a matmul. The sizes
-# are from getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and were confirmed on an H200.
+# Bytes of a cuBLAS workspace. torch's allocator keeps one workspace for each thread (and stream) that has run a matmul.
+# The sizes are from getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and were confirmed on an H200.
 WORKSPACE, LARGE_WORKSPACE = 2 * 4 * MIB + 8 * MIB // 64, 32 * MIB
 WITH_LARGE = (9, 10, 12)  # the major compute capabilities with a large workspace
 REFERENCE = "rtx3060"  # the speeds of this card are assumed for a bare size if this machine has no card
@@ -108,7 +109,7 @@ def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
 
 
 def here() -> Card:
-    """Returns this process's CUDA device, with the memory that other processes leave free.
+    """Returns this process's CUDA device as a card. Its size is the memory that is free now.
 
     Raises:
         Refused: this machine has no CUDA device.

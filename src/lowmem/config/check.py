@@ -1,9 +1,9 @@
 """Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Wrong types and ranges
 and unknown keys are reported together, one line each, and so are refused combinations.
 
-    settled         first, in train.py and plan.py: values. torch is not imported yet
-    check_places    next, in train.py only: files and folders. torch is not imported yet
-    check           at the start of `fit` and of a plan: imports the classes that a yaml names
+    settled         first, in train.py and plan.py: checks values; torch is not imported yet
+    check_places    next, in train.py only: checks files and folders; torch is not imported yet
+    check           at the start of `fit` and of a plan: checks combinations, and imports the classes that a yaml names
 
 Errors that show only in the data or in the weights are raised later, also as `Refused`, when the data or the weights
 are read.
@@ -29,7 +29,7 @@ from lowmem.system import rank_environment
 from lowmem.system.errors import Refused
 from lowmem.system.scratch_file import PAGE, Drive, is_memory
 
-# Keys of a model's config that may contain the maximum sequence length.
+# keys of a model's config that may contain the maximum sequence length
 POSITIONS = ("max_position_embeddings", "n_positions")
 OF_A_RUN = ("resume", "evaluate", "export", "generate")  # keys that name a trained run or model
 TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # a `_target_` of lowmem in a yaml
@@ -93,7 +93,7 @@ def check_values(run: Run) -> None:
     """Checks combinations of values, whose types and ranges `schema.py` has checked.
 
     Raises:
-        Refused: values contradict each other, or the package gguf is needed but not installed.
+        Refused: values contradict each other, a needed key is missing, or the package gguf is needed but not installed.
     """
     if len(works := [key for key in (*OF_A_RUN, "show") if getattr(run, key) is not None]) > 1:
         raise Refused(f"{' and '.join(works)}: one command can use only one of these keys. Leave the others out.")
@@ -200,8 +200,8 @@ def _check_drive(folder: str) -> None:
 
 
 def _check_texts(section: str, data: Mapping) -> None:
-    """Checks the files of a data source, and the keys that select its fields. Hub ids are checked later, when the hub
-    is asked, and sources outside lowmem are not checked.
+    """Checks the files of a data source, the keys that select its fields, and its settings `encoding` and `on_error`.
+    Hub ids are checked later, when the data are loaded, and sources outside lowmem are not checked.
 
     Args:
         section: key of the source, `data` or `data.parts.<name>`.
@@ -286,8 +286,8 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def moved(target: str) -> str:
-    """Returns advice for a `_target_` in a user's own yaml, if lowmem has moved the class: the `_target_` in conf/ with
-    the same last name. Returns an empty string if conf/ has no such `_target_`."""
+    """Returns advice for a `_target_` in a user's own yaml, if lowmem has moved the class or function: the `_target_`
+    in conf/ with the same last name. Returns an empty string if conf/ has no such `_target_`."""
     *path, name = target.split(".")
     shipped = {known for file in CONF.rglob("*.yaml") for known in TARGET.findall(file.read_text(encoding="utf-8"))}
     same = [known for known in sorted(shipped) if path[:1] == ["lowmem"] and known.endswith(f".{name}")]

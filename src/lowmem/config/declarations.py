@@ -1,13 +1,12 @@
 """Reads the properties that techniques declare. Checks, the planner and advice use these properties, so that no code
 depends on the name of a technique.
 
-Each conf/<group>/<name>.yaml is a technique, and lists its properties under `declares`. Precisions, losses, adapters
-and strategies are lowmem's own classes. Properties that follow from the code of such a class are class attributes, and
-are read through `Run`, as in `run.loss_class.head_in_tiles`.
+Each technique has a file conf/<group>/<name>.yaml, which lists its properties under `declares`. Precisions, losses,
+adapters and strategies are lowmem's own classes. Properties that follow from the code of such a class are class
+attributes, and are read through `Run`, as in `run.loss_class.head_in_tiles`.
 
-Each kind of technique, data and quantized layer has a base class. The docstrings of a base class say who calls which
-method, with which shapes and dtypes. Optional methods have a default in the base class, so that no caller needs
-`hasattr`:
+These kinds of techniques, data and layers have a base class. The docstrings of a base class say who calls which method,
+with which shapes and dtypes. Optional methods have a default in the base class, so that no caller needs `hasattr`:
 
     an optimizer       torch's `Optimizer`; `OnePass` or `InPieces` of `step/one_weight.py` if the optimizer updates
                        16-bit weights itself
@@ -15,6 +14,7 @@ method, with which shapes and dtypes. Optional methods have a default in the bas
     a loss             `Loss` of `techniques/loss/cross_entropy.py`
     an adapter         `Adapter` of `techniques/adapter/contract.py`
     a strategy         `OneDevice` of `techniques/strategy/contract.py`
+    weights            `WeightsOnDevice` of `offload/on_device.py`
     a data set         `StoredSource` of `data/opening.py`; `Openable` if it stores no tokens on disk
     a kind of record   `Encoder` of `data/sources/source.py`
     rows of tokens     `Rows` of `data/loader.py`
@@ -45,8 +45,8 @@ SHARED = "strategy"  # the group that decides how several devices share one run
 
 @dataclass(frozen=True)
 class Technique:
-    """The declared properties of a technique. All properties have defaults, and most properties apply to one group
-    only.
+    """The declared properties of a technique. All properties have defaults, and most properties apply to only one
+    group.
 
     Any group:
         saves: category of bytes -> the largest share of the default run's bytes that remains; empty if the technique

@@ -349,7 +349,7 @@ OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 
 
 def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Returns a message for every wrong value and for every unknown key.
+    """Returns a message for every wrong or missing value and for every unknown key.
 
     Args:
         values: the resolved config.
@@ -367,7 +367,7 @@ def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], b
 def arguments(identity: str) -> type[BaseModel]:
     """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. If no yaml of
     conf/ has this `_target_` or `model_type`, the schema is empty. For classes of other packages, the schema contains
-    only interpolated arguments, such as ${lr}."""
+    only interpolated arguments, such as ${lr}. A key that all yamls with this `_target_` set is required."""
     contents = (parsed(text) for text in _texts() if identity in text)
     nodes = [node for content in contents for _, node in _nodes(content) if _identity(node) == identity]
     values = {key: value for node in reversed(nodes) for key, value in node.items()}

@@ -30,7 +30,7 @@ ORDERS = ("auto", "by_layer", "by_micro_batch")  # values of weights.order
 class Run(schema.Keys):
     """All settings of a run, immutable. `knowing` and `replacing` return a new run."""
 
-    output_dir: str | None = None  # None until the folder exists
+    output_dir: str | None = None  # the folder of the results; None until `fit` sets it
     device: str  # `Keys` allows auto, cpu and cuda; tests also use meta
     _draft: DictConfig = PrivateAttr()  # the composed config, with its interpolations
 
@@ -123,14 +123,14 @@ class Run(schema.Keys):
 
     @property
     def loss_class(self) -> type:
-        """Returns the class of the loss, a subclass of `Loss`. If the `_target_` is a function, returns `Loss`
-        itself."""
+        """Returns the class of the loss, or `Loss` itself if the `_target_` is not a subclass of `Loss`, for example a
+        function."""
         return _class_of(self.loss, "lowmem.techniques.loss.cross_entropy.Loss")
 
     @property
     def adapter_class(self) -> type:
-        """Returns the class of the adapter, a subclass of `Adapter`. If the `_target_` is a function, returns `Adapter`
-        itself."""
+        """Returns the class of the adapter, or `Adapter` itself if the `_target_` is not a subclass of `Adapter`, for
+        example a function."""
         return _class_of(self.adapter, "lowmem.techniques.adapter.contract.Adapter")
 
     @property
@@ -341,8 +341,9 @@ class Command:
         run: the settings.
         folder: folder of the results.
         choices: group -> chosen yaml, for messages.
-        typed: the typed overrides, for the summary; empty for a run that a notebook has started.
-        lines: the typed overrides plus the steps of epochs=, from which recipes are composed.
+        typed: the typed overrides, for the summary; empty if a notebook passes none to `fit`.
+        lines: the typed overrides as `fit` changes them, such as max_steps= in place of epochs=. The planner composes
+            recipes from these lines.
     """
 
     run: Run

@@ -60,11 +60,11 @@ OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "ada
 
 
 class TakenOut(NamedTuple):
-    """A choice of an earlier version of lowmem that was removed.
+    """A removed choice of an earlier version of lowmem.
 
     Args:
         instead: the overrides to type.
-        why: the reason of the removal.
+        why: the reason for the removal.
         resumes: whether a run with `instead` can read the old checkpoints.
     """
 
@@ -112,9 +112,9 @@ def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
     several jobs.
 
     Raises:
-        Refused: a line removes a needed group, names a choice that does not exist or was removed, names an empty
-            folder, changes a declared property of a technique, sets `hydra` itself, or in a sweep uses glob() for a key
-            that is not a group; or two alternative keys are both set.
+        Refused: a line removes a needed group, names a choice that does not exist or was removed, has an empty value
+            for a key of FOLDERS, changes a declared property of a technique, sets `hydra` itself, or in a sweep uses
+            glob() for a key that is not a group; or two alternative keys are both set.
     """
     keys = {key(line) for line in lines if line[0] != "~" and not line.endswith("=null")}
     for name, alternative in EITHER:
@@ -273,8 +273,8 @@ def _is_section(name: str, known: Iterable[str]) -> bool:
 
 
 def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:
-    """Returns the sets of keys that exist with these choices of groups: one set for each choice of a sweep, or a single
-    set."""
+    """Returns sets of the keys that exist with these choices of groups: a set for the first choice of every group, one
+    for the second choice, and so on. Without a sweep there is a single set."""
     known = []
     for i in range(max(map(len, chosen.values()), default=0) or 1):
         lines = [f"{group}={choices[min(i, len(choices) - 1)]}" for group, choices in chosen.items() if choices]

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 CONF = Path(__file__).resolve().parents[3] / "conf"
 # Keys whose value is taken literally, even if its characters have a meaning for Hydra.
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # created if they are missing
-# names of existing files or folders, or of hub repositories
+# names of files, folders or hub repositories
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")
 PLACES += ("tokenizer", "generate", "data.template", "adapter.path", "weights.drive", "drive")
 UNSPLIT = (*FOLDERS, "may_change", "prompt")  # commas do not separate values, not even in a sweep
@@ -30,8 +30,8 @@ FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # a 
 TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
 NAMED = ("data.val_path",)  # keys whose value is a single path, or a mapping of names to paths
 MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
-# Pairs of alternative keys. If both are set, the first key wins. When a run is resumed, typing one key of a pair
-# replaces both keys of the earlier run.
+# Pairs of alternative keys. Typing both is refused. If one is typed and a yaml sets the other, the first key of the
+# pair wins. When a run is resumed, typing one key of a pair replaces both keys of the earlier run.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
 # Values that are passed to Hydra without quotes: null, ???, and words that are not booleans.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
@@ -181,9 +181,9 @@ def _is_number(value: str) -> bool:
 
 
 def unquoted(line: str) -> str:
-    """Removes the quotes that `quoted` has added to a choice or to a single value. Quotes in a mapping and around
-    several values of a sweep stay. Expanded values, such as ~ and choice(), stay expanded. Args: line: quoted for
-    Hydra."""
+    """Returns an override without the quotes that `quoted` has added to a choice or to a single value. Quotes in a
+    mapping and around several values of a sweep stay. Expanded values, such as ~ and choice(), stay expanded. Args:
+    line: quoted for Hydra."""
     name, equals, value = line.partition("=")
     if is_group(_group(line)):
         return name + equals + value.replace("'", "")

@@ -22,12 +22,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a draft path to write to. When the `with` ends, the draft is renamed to `path`.
 
     After an error the draft is deleted (the disk may be full), and `path` is unchanged. If the process is killed while
-    a folder is being replaced, the old folder may remain at `old_of(path)`. `put_back` restores it; the next
-    `atomic_write` to `path` calls `put_back`, too.
+    it replaces a folder, the old folder may remain at `old_of(path)`. `put_back` restores it; the next `atomic_write`
+    to `path` calls `put_back`, too.
 
     Raises:
-        OSError: the file could not be written. The error names `path` if the disk is full, broken or read-only, or if
-            access is denied.
+        OSError: the file could not be written. If the disk is full, broken or read-only, or access is denied, the error
+            names `path`, or the parent folder that could not be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
@@ -69,12 +69,12 @@ def atomic_cache_write(path: Path) -> Iterator[Path]:
 
 
 def put_back(path: Path) -> None:
-    """Renames the old folder back to `path` if `path` does not exist; otherwise deletes the old folder. A no-op if
-    there is no old folder."""
+    """Renames the old folder or file at `old_of(path)` back to `path`, or deletes it if `path` exists. A no-op if
+    nothing is at `old_of(path)`."""
     if path.exists():
         delete(old_of(path))
     else:
-        with suppress(FileNotFoundError):  # usually there is no old folder
+        with suppress(FileNotFoundError):  # usually nothing is there
             os.replace(old_of(path), path)
 
 

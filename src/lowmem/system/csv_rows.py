@@ -1,7 +1,7 @@
 """Opens the csv files of a run, such as `metrics.csv`, and drops the rows after the step from which a run resumes.
-`cut_after` does the same for a file with one JSON object per line, `samples.jsonl`.
+`cut_after` drops the lines after this step from `samples.jsonl`, a file with one JSON object per line.
 
-Each row has a column `step`. Files are replaced atomically: if a process is killed while a run resumes, the file has
+Each row or object has a `step`. Files are replaced atomically: if a process is killed while a run resumes, the file has
 either all old rows or only the kept rows.
 """
 
@@ -16,11 +16,11 @@ from lowmem.system.atomic_files import atomic_write
 
 
 def open_csv(file: Path, columns: Sequence[str], until: float) -> tuple[TextIO, csv.DictWriter, dict[str, str]]:
-    """Opens a csv file to which rows are appended. Rows of an earlier run are kept up to the step `until`.
+    """Opens a csv file to which rows are appended. Rows that are already in the file are kept up to the step `until`.
 
     Args:
         columns: the columns of new rows. Columns that only old rows have are kept.
-        until: the last step whose old rows are kept; 0 drops all old rows.
+        until: the last step whose old rows are kept; 0 drops all old rows, inf drops none.
 
     Returns:
         The open file, its writer, and the last nonempty value of each column in the kept rows.

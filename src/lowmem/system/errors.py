@@ -23,8 +23,7 @@ class Refused(Exception):
 
 
 class NotFinite(Refused):
-    """A loss, gradient or weight is inf or nan. The message names the loss, gradient or weight; `training/training.py`
-    adds advice."""
+    """A loss, gradient or weight is inf or nan. `training/training.py` adds advice to the message."""
 
 
 class NotPublished(Refused):
@@ -75,9 +74,14 @@ def refuse_gated(error: BaseException, key: str, name: str, page: str) -> None:
 
 
 def of_place(error: OSError, places: Iterable[str]) -> bool:
-    """Returns whether choosing another path would fix the error: a disk is full, broken or read-only, access to a file
-    in one of `places` is denied, or one of `places` or its parent folders causes the error, for example because the
-    folder does not exist. Returns False for all other errors, which come from the code or the network."""
+    """Returns whether the user can fix an error by typing another path. This is so in three cases:
+
+    - the disk is full, broken or read-only;
+    - access to a file in one of `places` is denied;
+    - the error names one of `places` or a parent folder of it, for example because the folder does not exist.
+
+    All other errors come from the code or the network.
+    """
     if not error.filename or error.errno in FULL:
         return error.errno in FULL
     file, typed = _absolute(str(error.filename)), [_absolute(place) for place in places if place]

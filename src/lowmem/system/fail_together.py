@@ -24,7 +24,8 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
     longer than the timeout of collectives, the ranks that wait for it fail.
 
     Raises:
-        RankLost: another rank has exited before the end of the `with`, or does not answer.
+        RankLost: rank 0 has exited before the end of the `with`, or sends no heartbeat. (If another rank is lost,
+            `all_gather` raises torch's error, which `process_group.py` converts to RankLost.)
         Exception: this rank's own error. If this rank succeeded, the error of the lowest rank that failed: an OSError
             with errno and file, an error of KINDS with its message, or a RuntimeError that names the rank and the
             original error.

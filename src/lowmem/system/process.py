@@ -1,6 +1,6 @@
 """Wraps calls to the operating system about this process and this machine.
 
-Some functions read the resident memory and the start time of the process, or the free memory and the processor of the
+Some functions return the resident memory and the age of the process, or the free memory and the processor of the
 machine. Other functions change the process: its limit of open files, its heap, and the pages that it keeps in memory.
 """
 
@@ -69,7 +69,7 @@ def rss_and_peak() -> tuple[int, int]:
 
 def reset_peak_rss() -> None:
     """Resets the peak to the current resident memory (Linux; a no-op elsewhere). While a run is measured, only the
-    memory meter may call this function; it does so at the start of each phase."""
+    memory meter may call this function: it resets the peak at the start of each phase."""
     try:
         with _CLEAR_REFS.open("wb", buffering=0) as file:
             file.write(b"5")
@@ -121,8 +121,8 @@ def seconds_since_start() -> float:
 
 
 def processor() -> str:
-    """Returns the model name of the processor. If /proc/cpuinfo has no name, returns `platform.processor()`, which may
-    be ""."""
+    """Returns the model name of the processor. If /proc/cpuinfo is missing or has no name, returns
+    `platform.processor()`, which may be ""."""
     lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 

@@ -33,8 +33,8 @@ def seeded(seed: int, device: torch.device) -> States:
 
 @contextmanager
 def forked(device: torch.device, states: States | None = None) -> Iterator[None]:
-    """Context manager at whose end the generators have the same states as before the `with`. Args: states: states to
-    set at the beginning of the `with`; None keeps the current states."""
+    """Context manager that restores, at the end of the `with`, the states that the generators had before. Args: states:
+    states to set at the beginning of the `with`; None keeps the current states."""
     before = captured(device)
     try:
         if states is not None:

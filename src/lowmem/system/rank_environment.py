@@ -4,8 +4,9 @@ ends, and lets ranks agree on the output folder.
 Ranks are started in one of two ways:
 
 - by lowmem's own command (`lowmem.command.launch`), which claims the output folder and collects the ranks' reports;
-- by torchrun. The ranks use torchrun's store (a TCPStore) to agree on the output folder. If several ranks have an equal
-  error, they also use the store so that only one of them prints the error to the terminal.
+- by torchrun, or by another launcher that sets torchrun's variables. The ranks use a store (a TCPStore) to agree on the
+  output folder. If torchrun hosts the store, and several ranks have an equal error, the ranks also use the store so
+  that only one of them prints the error to the terminal.
 
 This module imports torch only to use the store, so that a process knows its rank before torch is imported.
 """
@@ -28,7 +29,7 @@ REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor to which
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: the address of the store
 LOG = "output.log"  # name of the file with the output of a rank or a job, in its folder
-MOST = 4000  # characters that a report keeps of a message's end: a pipe buffers the whole report
+MOST = 4000  # characters: a report keeps this much of the end of a long message, so that it fits into a pipe's buffer
 ORPHANED = 30.0  # seconds that a rank has to write a checkpoint after the command that started it has exited
 LOOK = 0.1  # seconds between two polls of the store; Python handles signals between them
 
@@ -62,7 +63,7 @@ def of_run() -> Path | None:
 
 
 def folder(run: Path, rank: int) -> Path:
-    """Returns the folder for a rank's own files. The folder of the first rank is the run's folder."""
+    """Returns the folder for the files that only this rank writes. The folder of rank 0 is the run's folder."""
     return run / f"rank-{rank}" if rank else run
 
 
@@ -105,7 +106,7 @@ def check_sweep() -> None:
 def leashed() -> None:
     """Ends this rank when the command that started it exits for any reason: with SIGTERM, and if the rank is still
     running ORPHANED seconds later, with SIGKILL. A thread watches stdin, which is closed when the command exits. A
-    no-op if torchrun started the rank."""
+    no-op in all other processes."""
     if of_run() is not None:
         threading.Thread(target=_watch, daemon=True).start()
 

@@ -2,8 +2,9 @@
 weights.drive_holds=all, 16-bit weights in such files.
 
 A pool of threads reads and writes the files with direct I/O, which bypasses the page cache. Direct I/O requires that
-the memory address, the file offset and the length are multiples of a page. On file systems without direct I/O (some
-network and overlay file systems), reads and writes go through the page cache.
+the memory address, the file offset and the length are multiples of the drive's block size; this module uses multiples
+of a page. On file systems without direct I/O (some network and overlay file systems), reads and writes go through the
+page cache, as reads from a memory map always do (`ScratchFile.mapped`).
 
 An unnamed file exists only while it is open or mapped. So no file remains after a process has ended for any reason, and
 two processes never share a file. (On file systems without O_TMPFILE, a file has a name until it is unlinked,
@@ -24,7 +25,7 @@ from threading import Lock
 import psutil
 
 PAGE = mmap.PAGESIZE
-PIECE = 1 << 23  # most bytes that a thread reads or writes with one system call
+PIECE = 1 << 23  # bytes: the maximum that a thread reads or writes with one system call
 THREADS = 4  # with fewer threads, a fast drive is idle between requests
 _DIRECT = getattr(os, "O_DIRECT", 0)  # 0 on macOS and Windows, which lack the flag
 

@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 class Stop(Callback):
     """A callback that ends training at `max_steps`. If any rank has received a signal, the callback ends training after
-    the current window, or a running evaluation before its next micro-batch. A second signal ends the program
-    immediately, and so does a signal before training starts.
+    the current window, or an evaluation during training before its next batch. A second signal ends the program
+    immediately, and so does a signal before training starts or in a command that does not train.
 
-    Must be the first callback: if it stops an evaluation before a micro-batch, the hooks of the other callbacks do not
-    run for that micro-batch.
+    Must be the first callback: if it stops an evaluation before a batch, the hooks of the other callbacks do not run
+    for that batch.
 
     Args:
         keeps: whether the run writes checkpoints. Without checkpoints the first signal ends the program immediately.
@@ -59,15 +59,14 @@ class Stop(Callback):
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *_) -> None:
         self._agree(module)
         if self.interrupted:
-            raise StopIteration  # ends the loop over micro-batches, like an exhausted loader
+            raise StopIteration  # ends the loop over batches, like an exhausted loader
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context manager that handles signals during `Trainer.fit` and while the summary is written. The previous
-        handlers are restored at the end of the `with`.
+        """Context manager that handles signals while the Trainer works and while results are written.
 
-        A handler that remained installed would raise `Ended` if later code, for example in a notebook, received a
-        signal.
+        The previous handlers are restored at the end of the `with`. Otherwise a signal in later code, for example in a
+        notebook, would raise `Ended`.
         """
         with signals.handled(self._stop) as self._install:
             try:

@@ -135,9 +135,9 @@ class LeanFakeTensorMode(FakeTensorMode):
         return dict(FakeTensor(self, torch.empty(0, device="meta"), CPU).__dict__)
 
     def holding(self, tensor: Tensor) -> FakeTensor:
-        """Returns a fake tensor with the storage of a meta tensor. This method copies the attributes that are equal for
-        all tensors of a mode. The constructor of FakeTensor sets each attribute, which would take half of the time of
-        each operator."""
+        """Returns a fake tensor with the storage of a meta tensor. Copies the attributes that are equal for all tensors
+        of a mode, because the constructor of FakeTensor, which sets each attribute, would take half of the time of each
+        operator."""
         fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self.same_of_all)
@@ -321,10 +321,10 @@ def _documents(position_ids: Tensor) -> Tensor:
 def hand_on_first_tokens() -> None:
     """Patches transformers for the rest of the process, so that finding the documents of packed rows does not make the
     host wait for the GPU. The loader sets `counted_first` (a list: the offset of each document's first token, and the
-    number of tokens) on position ids; the patch uses this list, and also sets it on the document indices from which
-    masks are made. If each row is a single document, the patch returns None, so that transformers makes masks without
-    document indices. For position ids without `counted_first`, transformers reads the values from the GPU. Instead: an
-    argument of transformers."""
+    number of tokens) on position ids. The patched function uses this list, and also sets it on the document indices
+    from which masks are made. If each row is a single document, the function returns None, so that transformers makes
+    masks without document indices. For position ids without `counted_first`, transformers reads the values from the
+    GPU. Instead: an argument of transformers."""
     from transformers import masking_utils
 
     asked = masking_utils.find_packed_sequence_indices

@@ -1,5 +1,5 @@
-"""Pauses Python's garbage collector during imports, and while the planner searches recipes or traces a run in a
-separate process."""
+"""Pauses Python's garbage collector during imports, while the planner searches recipes, and in the separate process
+that traces a run."""
 
 import gc
 import sys

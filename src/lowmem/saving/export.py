@@ -177,7 +177,7 @@ def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> 
 
 def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors, without the additional names of tied weights. transformers restores these names when it
-    loads the folder. If they were kept, transformers would compare tied tensors, which would compute their values."""
+    loads the folder. With these names, transformers would compare tied tensors, which would compute their values."""
     named = dict(network.named_parameters(remove_duplicate=False))
     tied = network.all_tied_weights_keys.items()
     ties = {name for name, target in tied if name in named and named[name] is named.get(target)}

@@ -102,8 +102,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 def _why(error: BaseException) -> int | None:
     """Returns the errno of an error if it is in FULL or DENIED, or else the first such errno in the chain of its
-    contexts; None if there is none. torch's writer raises an error whose `__context__` has the errno; safetensors
-    raises an error whose message has the errno."""
+    contexts; None if the chain has no such errno. torch's writer raises an error whose `__context__` has the errno;
+    safetensors raises an error whose message has the errno."""
     in_text = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else in_text and int(in_text[1])
     if number in FULL | DENIED:

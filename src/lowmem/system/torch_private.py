@@ -1,7 +1,7 @@
 """Wraps every private part of torch and transformers that this package uses. All other files import the wrappers from
 here.
 
-The docstring of each wrapper states its purpose and, after "Instead", what could replace the private part.
+The docstring or comment of each wrapper states its purpose and, after "Instead", what could replace the private part.
 `test_torch_private.py` fails if a new version has removed or changed a private part, and refuses private names of other
 packages outside this file and `lightning_private.py`.
 """

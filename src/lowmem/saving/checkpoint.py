@@ -160,7 +160,7 @@ class Checkpoints(Callback):
 
         Raises:
             NotFinite: a weight is inf or nan.
-            DriveFailed: a drive that stores masters or optimizer state failed.
+            DriveFailed: the drive that stores masters or optimizer state could not be read or written.
         """
         if self.ended_by:
             return

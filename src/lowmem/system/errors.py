@@ -32,8 +32,8 @@ class NotPublished(Refused):
 
 
 class DriveFailed(Refused):
-    """A drive that stores weights or optimizer state failed during the run. `training/training.py` adds the command
-    that continues the run."""
+    """A file on the drive of weights.drive= could not be created, read or written. `training/training.py` adds the
+    command that continues the run."""
 
 
 class RankLost(Refused):

@@ -21,8 +21,8 @@ def none(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes parameters in place. Args: patterns: patterns of parameter names, such as `transformer.wte.*`; a tied
-    parameter matches by any of its names.
+    """Freezes parameters in place. Args: patterns: patterns of full parameter names, such as `transformer.wte.*`; a
+    tied parameter matches by any of its names.
 
     Raises:
         Refused: a pattern matches no parameter, or no parameter is left to train.

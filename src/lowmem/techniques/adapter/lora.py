@@ -1,16 +1,17 @@
-"""LoRA and DoRA: freezes the model, and trains two small matrices beside each adapted linear layer.
+"""LoRA and DoRA: the model is frozen, and two small matrices are trained beside each adapted linear layer.
 
-Gradients, optimizer state and checkpoints shrink to about 1 % of their size. An adapted layer computes x W + (alpha /
-r) x A B instead of x W, where A and B are matrices of rank r. B is initialized to zero, so training starts from the
+Gradients, optimizer state and checkpoints shrink to a few percent of their size. An adapted layer computes x W + (alpha
+/ r) x A B instead of x W, where A and B are matrices of rank r. B is initialized to zero, so training starts from the
 unchanged model. DoRA also trains the norm of the weights of each output feature.
 
 A frozen layer does not save its input for a weight gradient, but its adapter does: the gradient of A needs the input,
-in the adapter's dtype. The adapter's weights are stored in fp32 even if the model has 16-bit weights, since 16 bits
-would lose small updates; with masters, the fp32 values are in host memory.
+in the dtype of the product x A. The adapter's weights are in fp32 even if the model has 16-bit weights, because 16 bits
+would lose small updates. With fp32 masters, the device stores the adapter's weights in 16 bits, and the masters are in
+host memory.
 
-The layers are PEFT's. Adapters are read and written in PEFT's format: a folder with `adapter_config.json` and
-`adapter_model.safetensors`, which this module calls an adapter folder. Sources: Hu et al. 2021, arXiv 2106.09685; Liu
-et al. 2024, arXiv 2402.09353.
+The adapted layers are PEFT's classes. Adapters are read and written in PEFT's format: a folder with
+`adapter_config.json` and `adapter_model.safetensors`, which this module calls an adapter folder. Sources: Hu et al.
+2021, arXiv 2106.09685; Liu et al. 2024, arXiv 2402.09353.
 """
 
 import logging
@@ -42,15 +43,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Entries in the header of the weights' file, since PEFT's config has no keys for them. BASE: the base was quantized to
-# 4 bits. BASE_DTYPE: key of the dtype of the base weights before quantization. EXPERTS: fused experts were quantized
-# too (older versions left them in 16 bits).
+# Metadata in the header of WEIGHTS, for which PEFT's config has no keys. BASE: the base was quantized to 4 bits.
+# BASE_DTYPE: key of the dtype of the base weights before quantization. EXPERTS: fused experts were quantized too (older
+# versions of lowmem did not quantize them).
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
-PREFIX = "base_model.model."  # every tensor name in an adapter folder begins with this prefix
+PREFIX = "base_model.model."  # every tensor name in WEIGHTS begins with this prefix
 RANK, ALL = 16, "all-linear"  # defaults of r and target
 WITH_EXPERTS = {"none": False, "lora": True}  # values of the argument `experts`
-# Supported keys of an adapter folder's config. They set which layers have matrices, and their ranks and scaling, or do
-# not affect a trained adapter.
+# Keys of an adapter folder's config that may differ from PEFT's defaults: this module handles them, or they do not
+# affect a trained adapter.
 UNDERSTOOD = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -60,8 +61,8 @@ UNDERSTOOD = {
 }
 # Supported values of init_lora_weights. With other values PEFT changes the base weights whenever it loads the adapter.
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
-# A Mamba layer passes the weights of these layers to its CUDA kernel and does not call the layers, so adapters of these
-# layers would have no effect.
+# A Mamba mixer passes the weights of these linear layers to a CUDA kernel and does not call the layers, so their
+# adapters would have no effect.
 READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 
 
@@ -69,7 +70,8 @@ class LoRA(Adapter):
     """Adds LoRA to a model in place, and freezes the model's own weights.
 
     With `path`, r, alpha, target and experts are read from the adapter folder if they are None; otherwise they must
-    agree with the folder. `load` reads the folder's tensors later.
+    agree with the folder. Calling the object always adds a new adapter; `load` later loads the folder's tensors into
+    this adapter.
 
     Args:
         r: rank; None: 16, or the folder's rank.
@@ -77,14 +79,16 @@ class LoRA(Adapter):
             2 r, or the folder's value.
         dropout: dropout probability of A's input.
         target: all-linear, or patterns of names of linear layers such as q_proj or *.mlp.*; None: all-linear, or the
-            folder's layers. Embeddings, the head, routers and layers that a Mamba kernel reads are never adapted.
+            folder's layers. Embeddings, the head, routers and layers whose weights a Mamba kernel reads are never
+            adapted.
         path: adapter folder to start from; None: a new adapter, with B = 0.
         experts: lora: fused experts also get matrices, of rank r per expert; none: fused experts get no matrices; None:
             none, or as in the folder. Experts that are separate linear layers are adapted like other linear layers.
 
     Raises:
         Refused: path is not an adapter folder, contains an unsupported kind of adapter, contradicts an argument, or
-            needs another adapter= (DoRA, or a quantized base); or experts=lora is combined with dropout or DoRA.
+            needs another adapter= (LoRA instead of DoRA or the reverse, or a quantized base); or fused experts would
+            get matrices together with dropout or DoRA.
     """
 
     freezes_base = True
@@ -123,8 +127,8 @@ class LoRA(Adapter):
 
         Raises:
             Refused: the target or the adapter folder names no layer, or a layer or stack that cannot be adapted; the
-                target contradicts the adapter folder; experts=lora, but the model has no fused experts; PEFT cannot
-                adapt the model, or could not load its DoRA adapter.
+                target contradicts the adapter folder; fused experts would get matrices, but the model has none; PEFT
+                cannot adapt the model, or could not load the DoRA adapter that the run would export.
         """
         own_count, linear, stacks = parameters(model), _linear(model), self._stacks(model)
         if self.path is None:
@@ -163,10 +167,11 @@ class LoRA(Adapter):
         )
 
     def _stacks(self, model: PreTrainedModel) -> list[str]:
-        """Returns the names of the stacks of fused experts that get matrices.
+        """Returns the names of the stacks of fused experts that get matrices; empty if experts are not adapted.
 
         Raises:
-            Refused: the model has no fused experts, or lacks a stack that the adapter folder names.
+            Refused: experts are adapted, but the model has no fused experts, or lacks a stack that the adapter folder
+                names.
         """
         if not self.adapts_experts:
             return []
@@ -225,9 +230,9 @@ class LoRA(Adapter):
         return config
 
     def _check_base(self, folder: Path) -> None:
-        """Checks that this run quantizes its base if the base of the adapter folder was quantized. In the opposite
-        case, logs a warning. PEFT's config does not say whether the base was quantized, so the header of the weights'
-        file is read. Raises: Refused."""
+        """Refuses an adapter of a quantized base if this run does not quantize its base, and logs a warning in the
+        opposite case. PEFT's config does not say whether the base was quantized, so the header of the weight file is
+        read. Raises: Refused."""
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
                 f"adapter.path={self.path}: this adapter was trained on a base model quantized to 4 bits, and this "
@@ -240,8 +245,8 @@ class LoRA(Adapter):
             )
 
     def _names_of_folder(self, model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
-        """Returns the names of the layers that the adapter in the folder changes. Raises: Refused: a layer cannot be
-        adapted, or these layers differ from the layers that match `target`."""
+        """Returns the names of the linear layers that the adapter in the folder changes. Raises: Refused: a layer
+        cannot be adapted, or `target` is not None and matches other layers."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         if self.config.target_modules == ALL:
@@ -277,27 +282,29 @@ class DoRA(LoRA):
 
 
 def stands_on_4_bits(folder: Path) -> bool:
-    """Returns True if the adapter in a folder was trained on a base that was quantized to 4 bits."""
+    """Returns True if the header of an adapter folder's weight file says that the base was quantized to 4 bits. Only
+    adapters that lowmem wrote say this."""
     return BASE.items() <= _head(folder).items()
 
 
 def experts_in_4_bits(path: str) -> bool:
-    """Returns True if the adapter in a folder was trained on fused experts that were quantized to 4 bits."""
+    """Returns True if the header of an adapter folder's weight file says that fused experts were quantized to 4
+    bits."""
     return EXPERTS.items() <= _head(Path(path).expanduser()).items()
 
 
 def base_dtype(path: str | None) -> torch.dtype | None:
     """Returns the dtype that the base weights of an adapter had before they were quantized. A run that starts from the
     adapter must quantize weights of this dtype to get the base that the adapter was trained on. Returns None if path is
-    None, or if the folder does not contain the dtype."""
+    None, or if the header of the weight file does not name a dtype."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
     dtype = getattr(torch, name, None) if name else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _head(folder: Path) -> dict[str, str]:
-    """Returns the metadata in the header of the weights' file of an adapter folder. Empty if the file has no metadata
-    or is damaged."""
+    """Returns the metadata in the header of an adapter folder's weight file; empty if the file has no metadata or is
+    damaged."""
     with suppress(SafetensorError), safe_open(folder / WEIGHTS, "pt") as file:
         return file.metadata() or {}
     return {}
@@ -307,8 +314,7 @@ def load(model: PreTrainedModel, path: str) -> None:
     """Loads the tensors of an adapter folder into a model that already has the adapter.
 
     Raises:
-        Refused: the file with the tensors cannot be read, or the names or shapes of the tensors do not match the
-            adapter.
+        Refused: the weight file is damaged, or the names or shapes of its tensors do not match the adapter.
     """
     from peft import set_peft_model_state_dict
 
@@ -331,13 +337,12 @@ def load(model: PreTrainedModel, path: str) -> None:
 
 
 def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
-    """Returns the values of `target_modules` and `target_parameters` with which PEFT adapts the layers that the model's
-    adapter changes.
+    """Returns the values of `target_modules` and `target_parameters` with which PEFT adapts the same layers and stacks
+    of experts as the model's adapter.
 
     In models with fused experts, PEFT mistakes names such as gate_proj for the names that experts had in older versions
     of transformers, and adapts the experts instead. So the weights of layers with such names are listed in
-    `target_parameters`. PEFT adapts a parameter of two dimensions like a linear layer, with tensors of equal names and
-    shapes.
+    `target_parameters`. PEFT adapts a 2-D parameter like a linear layer, with the same tensor names and shapes.
     """
     (config,) = model.peft_config.values()
     names = [*_adapted(model)]
@@ -353,8 +358,8 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
 
 def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of the adapter's tensors that PEFT would rename when it loads them, and then would not find in
-    the model; empty if this version of PEFT does not rename tensors. Args: tensors: the adapter's tensors, by their
-    names in a folder."""
+    the model; empty if this version of PEFT does not rename tensors. Args: tensors: name in an adapter folder -> tensor
+    of the adapter."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError:
@@ -364,7 +369,8 @@ def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) ->
 
 
 def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Returns the layers in `names` whose names PEFT would mistake for old names of fused experts."""
+    """Returns the names in `names` that PEFT would mistake for old names of fused experts; empty if this version of
+    PEFT does not rename layers."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:
@@ -385,7 +391,7 @@ def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str])
 
 
 def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Adds PEFT's adapters to exactly the layers `names`.
+    """Adds PEFT's adapters to exactly the layers `names`, and freezes all other parameters.
 
     The names are passed to PEFT as the keys of a state dict. PEFT would rewrite some names in `target_modules` before
     matching them, and adapt the wrong layers (see `targets_for_peft`).
@@ -418,7 +424,7 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
 
 
 def _beyond(config: "LoraConfig", default: "LoraConfig") -> list[str]:
-    """Returns the settings of a folder's config that `LoRA` does not support, as text for an error message. Args:
+    """Returns the settings of a folder's config that `LoRA` does not support, each as text for an error message. Args:
     default: PEFT's defaults, which are supported."""
     values, usual = config.to_dict(), default.to_dict()
     more = [key for key in values if key not in UNDERSTOOD and (values[key] or None) != (usual.get(key) or None)]
@@ -444,17 +450,17 @@ def _is_weight(name: str) -> bool:
 
 
 def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter by their names in a folder. Args: values: name -> value, for all trainable
-    parameters."""
+    """Returns the adapter's tensors: name in an adapter folder, without PREFIX -> tensor. Args: values: name -> value,
+    for all trainable parameters."""
     return {name: values[ours] for ours, name in _names_in_folder(model).items()}
 
 
 def _names_in_folder(model: nn.Module) -> dict[str, str]:
-    """Returns name of a trainable parameter -> its name in an adapter folder.
+    """Returns name of a trainable parameter -> its name in an adapter folder, without PREFIX.
 
-    Names in a folder lack the adapter's name "default": x.lora_A.weight instead of x.lora_A.default.weight. For fused
-    experts PEFT wraps the module once for each of its stacks. The last stack is the outermost wrapper, and the name of
-    every other stack has one `base_layer` for each wrapper around it.
+    Names in a folder lack the adapter's name "default": x.lora_A.weight instead of x.lora_A.default.weight. PEFT wraps
+    a module with fused experts once for each adapted stack. The wrapper of the last stack is the outermost one. The
+    tensor names of a stack have one `base_layer` for each wrapper around the wrapper of this stack.
     """
     names = {
         name: name.replace(".default.weight", "" if "lora_magnitude_vector" in name else ".weight")
@@ -468,8 +474,8 @@ def _names_in_folder(model: nn.Module) -> dict[str, str]:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns name -> layer for the linear layers that can be adapted: all but the layers whose weights a Mamba kernel
-    reads."""
+    """Returns name -> layer for the linear layers that can be adapted: all of `linear_layers`, except layers whose
+    weights a Mamba kernel reads."""
     no_adapter = _read_by_kernels(model)
     return {name: layer for name, layer in linear_layers(model).items() if name not in no_adapter}
 
@@ -482,7 +488,8 @@ def _read_by_kernels(model: nn.Module) -> set[str]:
 
 
 def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:
-    """Returns the names of the layers that match `target`. A pattern may omit the first components of a name.
+    """Returns the names of the layers that match `target`, in the order of the model. A pattern may omit the first
+    components of a name.
 
     Args:
         model: the model, for error messages.
@@ -529,15 +536,16 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _measure(layer: nn.Module) -> None:
-    """Computes DoRA's magnitudes (the norms of the weights of each output feature) in fp32, in place. Rounding errors
-    of a computation in 16 bits would change the model before training. Does nothing for LoRA."""
+    """Computes DoRA's magnitudes (the norms of the weights of each output feature) again in fp32, in place. If the
+    magnitudes were computed in 16 bits, their rounding errors would change the model before training. Does nothing for
+    LoRA."""
     for vector in layer.lora_magnitude_vector.values():
         none = torch.zeros(())
         vector.weight.data = vector.get_weight_norm(layer.get_base_layer().weight.detach().float(), none, 1.0)
 
 
 def _left_out(model: PreTrainedModel) -> str:
-    """Returns, for a log line, a list of weights that have no adapter: embeddings, the head, and the stacks of fused
+    """Returns text for a log line that lists weights without an adapter: embeddings, the head, and stacks of fused
     experts without LoRA."""
     head, tied = model.get_output_embeddings(), model.get_input_embeddings().weight
     left_out = ["embeddings"]

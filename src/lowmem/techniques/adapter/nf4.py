@@ -4,14 +4,17 @@ Each block of 64 elements is divided by its largest magnitude, and each element 
 NF4, which are quantiles of a normal distribution. The scales, one per block, are stored in 8 bits, with one
 second-level scale per 256 scales (double quantization). For each product, in forward and in backward, the matrix is
 dequantized to the product's dtype and then freed, so autograd does not save a copy of the matrix. The price is the time
-to dequantize, and a rounding error of about 9 % of a weight. The quantized matrix cannot be trained; an adapter adds a
-trained term to the layer's output. Source: Dettmers et al. 2023, arXiv 2305.14314.
+to dequantize, and a rounding error whose RMS is about 9 % of the RMS of the weights. The quantized matrix cannot be
+trained; LoRA trains additional matrices (`lora.py`). Source: Dettmers et al. 2023, arXiv 2305.14314.
 
-This module uses bitsandbytes' operators, but not its layer, for three reasons. On a CPU with AVX512-BF16, bitsandbytes'
-layer repacks its matrix in an evaluation, after which all gradients through the layer are silently wrong. The layer
-stores its scales where neither the memory ledger nor a trace finds them. On a CPU the layer misplaces the blocks of a
-matrix if the length of its rows is not a multiple of 64. This module divides the flattened matrix, padded with zeros,
-into blocks. A CPU also dequantizes this layout up to ten times as fast as the layout of bitsandbytes' layer.
+This module uses bitsandbytes' operators, but not its layer, for four reasons:
+
+- On a CPU with AVX512-BF16, the layer repacks its matrix in an evaluation, after which all gradients through the layer
+  are silently wrong.
+- The layer stores its scales where neither the memory ledger nor a trace finds them.
+- On a CPU, the layer misplaces the blocks of a matrix if the length of its rows is not a multiple of 64. This module
+  divides the flattened matrix, padded with zeros, into blocks.
+- A CPU dequantizes this module's layout up to ten times as fast as the layout of the layer.
 
 Fused experts are quantized expert by expert, so that each expert gets the codes that a separate matrix would get.
 """
@@ -39,17 +42,17 @@ log = logging.getLogger(__name__)
 ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
-with torch.device("cpu"):  # computed once: a trace would count its temporary tensors for each matrix
-    SCALES = create_dynamic_map().tolist()  # the 256 values of a scale that is stored in 8 bits
-PIECE = 1 << 22  # elements to quantize at once: on a CPU this needs about 20 bytes of temporary memory per element
+with torch.device("cpu"):  # computed only once, because a trace would count the temporary tensors of each call
+    SCALES = create_dynamic_map().tolist()  # code of a scale (8 bits) -> value, relative to the second-level scale
+PIECE = 1 << 22  # elements that are quantized at once; on a CPU each needs about 20 bytes of temporary memory
 
 
 class NF4Linear(nn.Linear, Packed):
     """A linear layer (..., in) -> (..., out) whose matrix is stored in 4 bits.
 
     Args:
-        layer: the layer to quantize: an nn.Linear, or GPT-2's Conv1D, whose matrix is transposed. The new layer keeps
-            the bias, which is not trained.
+        layer: the layer to quantize: an nn.Linear, or GPT-2's Conv1D, whose matrix is (in, out). Its bias becomes the
+            bias of the new layer, and is frozen.
     """
 
     def __init__(self, layer: nn.Linear | Conv1D) -> None:
@@ -66,7 +69,7 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def packed_elements(self) -> int:
-        """Returns the number of elements of the matrix, which is not a parameter of this layer."""
+        """Returns the number of elements of the matrix before quantization."""
         return self.out_features * self.in_features
 
     @property
@@ -75,7 +78,8 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def weight(self) -> Tensor:
-        """Returns the matrix (out, in) in the dtype in which it was loaded. Each access dequantizes the matrix."""
+        """Returns the matrix (out, in) in the dtype that it had before quantization. Each access dequantizes the
+        matrix."""
         matrix = self.dequantized(self.dtype)
         matrix._is_hf_initialized = True  # otherwise transformers initializes GPT-2's matrices again after loading
         return matrix
@@ -88,12 +92,12 @@ class NF4Linear(nn.Linear, Packed):
         return _Product.apply(x.to(stacks.dtype_of_products(x)), self)
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear | Conv1D:
-        """Returns a layer of the original class (nn.Linear or Conv1D) with the dequantized matrix in `dtype`. With
-        device="meta" the matrix has no memory yet."""
+        """Returns a frozen nn.Linear or Conv1D, like the original layer, with the dequantized matrix in `dtype`. Args:
+        device: "meta": the matrix has no memory yet; None: the device of this layer."""
         return self.as_found(self.linear(dtype, device))
 
     def linear(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear:
-        """Returns an nn.Linear with the dequantized matrix. Args: see `unpacked`."""
+        """Returns a frozen nn.Linear with the dequantized matrix. Args: see `unpacked`."""
         with torch.device("meta"):  # without allocation or initialization, since the weights are replaced below
             layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, dtype=dtype)
         matrix = layer.weight if device == "meta" else self.dequantized(dtype)
@@ -101,7 +105,7 @@ class NF4Linear(nn.Linear, Packed):
         return layer
 
     def as_found(self, layer: nn.Linear) -> nn.Linear | Conv1D:
-        """Returns `layer` converted to the class of the original layer (nn.Linear or Conv1D)."""
+        """Returns `layer`, converted to a Conv1D if the original layer was a Conv1D."""
         if not self.transposed:
             return layer
         with torch.device("meta"):
@@ -111,7 +115,7 @@ class NF4Linear(nn.Linear, Packed):
 
 
 class _Product(torch.autograd.Function):
-    """The product with the dequantized matrix. Saves a reference to the layer for backward, but no tensors."""
+    """The product with the dequantized matrix, plus the bias. Saves only a reference to the layer for backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: NF4Linear) -> Tensor:
@@ -163,8 +167,8 @@ class NF4Stack(nn.Module, Packed):
 
 
 def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
-    """Quantizes stacks of a module with fused experts, in place. Args: names: names of its parameters with three
-    dimensions."""
+    """Quantizes stacks of a module with fused experts, in place. Args: names: names of the module's 3-D parameters to
+    quantize."""
     for name in names:
         stack = NF4Stack(getattr(experts, name).detach())
         delattr(experts, name)
@@ -190,7 +194,7 @@ def quantized(matrix: Tensor) -> dict[str, Tensor]:
 
     Returns:
         name -> tensor: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, the
-        second-level scales; `table`, the 256 values of a scale; `mean`, which was subtracted from the scales.
+        second-level scales; `table` (256,), which is SCALES; `mean` (), which was subtracted from the scales.
     """
     codes, scales = _in_codes(F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)))
     mean = scales.mean()
@@ -198,7 +202,7 @@ def quantized(matrix: Tensor) -> dict[str, Tensor]:
 
 
 def _in_codes(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the codes (n / 2, 1) and fp32 scales (n / 64,) of n elements."""
+    """Returns the codes (n / 2, 1) and fp32 scales (n / 64,) of n elements, where n is a multiple of 64."""
     pieces = [ops.quantize_4bit(piece, BLOCK, "nf4", torch.uint8) for piece in flat.split(PIECE)]
     codes, scales = (torch.cat(each) for each in zip(*pieces, strict=True))
     return codes, scales
@@ -211,9 +215,9 @@ def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(model: PreTrainedModel, with_experts: bool = True) -> None:
-    """Quantizes all matrices of the model that are not quantized yet, one by one, in place. Embeddings, the head and
-    routers are not quantized; a rounded router would choose different experts. Models are always quantized on the
-    host, because the codes must not depend on the device.
+    """Quantizes all linear layers and fused experts of the model that are not quantized yet, one by one, in place.
+    Embeddings, the head and routers are not quantized; a rounded router would choose different experts. Models are
+    always quantized on the host, because the codes must not depend on the device.
 
     Args:
         with_experts: also quantize fused experts.

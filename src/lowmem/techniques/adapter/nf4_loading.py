@@ -1,9 +1,10 @@
-"""Quantizes published weights to NF4 while transformers loads them, so that few unquantized matrices exist at a time.
+"""Quantizes published weights to NF4 while transformers loads them, so that few unquantized matrices are in memory at
+the same time.
 
 If a model were quantized after loading, host memory would first contain the complete unquantized model. For a mixture
-of experts with 30B parameters the unquantized model takes 57 GiB, and the quantized model 17 GiB. transformers calls a
-quantizer for each tensor, after reading and converting the tensor and joining experts into stacks. This quantizer
-creates the quantized layers of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
+of experts with 30B parameters the unquantized model takes 57 GiB, and the quantized model 17 GiB. transformers reads
+and converts tensors, joins experts into stacks, and then calls the quantizer for each weight. This quantizer creates
+the quantized layers of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
 """
 
 import torch
@@ -86,7 +87,7 @@ class NF4Quantizer(HfQuantizer):
 
 
 class Pack(ConversionOps):
-    """The operation that transformers calls with loaded tensors: puts quantized layers into the model, and returns only
+    """The operation that transformers calls with loaded tensors. It puts quantized layers into the model, and returns
     the tensors that are not quantized."""
 
     def __init__(self, quantizer: NF4Quantizer) -> None:

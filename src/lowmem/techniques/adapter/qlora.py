@@ -2,8 +2,8 @@
 
 Published weights are quantized while they are loaded (`nf4_loading.py`); randomly initialized weights are quantized
 after initialization (`nf4.py`). The LoRA matrices (`lora.py`) are trained on the quantized base, so they compensate for
-part of the quantization error. The price: each matrix is dequantized for each product, in forward and in backward, and
-the adapter fits only this quantized base. Source: Dettmers et al. 2023, arXiv 2305.14314.
+part of the quantization error. The price: each product dequantizes its matrix, in forward and in backward, and the
+adapter fits only this quantized base. Source: Dettmers et al. 2023, arXiv 2305.14314.
 """
 
 from transformers import PreTrainedModel
@@ -29,6 +29,6 @@ class QLoRA(LoRA):
 
 
 def _packs_experts(path: str | None) -> bool:
-    """Returns True if fused experts are quantized: always for a new adapter, otherwise if they were quantized when the
-    adapter was trained."""
+    """Returns True if this run quantizes fused experts: always with a new adapter, otherwise if the adapter folder says
+    that they were quantized."""
     return path is None or experts_in_4_bits(path)

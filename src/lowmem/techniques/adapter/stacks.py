@@ -2,10 +2,10 @@
 
 transformers stores fused experts as stacks, parameters of shape (experts, rows, columns), and the forward pass of the
 experts reads each stack as an attribute. `read_when_used` replaces the class of a module with experts by a subclass
-(`ComputedExperts`) in which these attributes are properties: reading a property dequantizes the stack if it is in 4
-bits, and adds the product of its LoRA matrices if it has any. A computed stack exists only while the experts compute.
-Autograd would keep the stack until backward, so the experts are checkpointed separately and recomputed in backward.
-This costs a second forward pass of the experts.
+with the mixin `ComputedExperts`, in which these attributes are properties. Reading a property dequantizes the stack if
+it is in 4 bits, and adds the product of its LoRA matrices if it has any. A computed stack exists only while the experts
+compute. Autograd would keep the stack until backward, so the experts' forward pass is checkpointed, in addition to the
+blocks with gradient_checkpointing=, and recomputed in backward. This costs one more forward pass of the experts.
 """
 
 from collections.abc import Iterable
@@ -26,10 +26,10 @@ LORA = "_lora"  # child with the trained LoRA matrices (`StackLoRA`), whose prod
 
 class ComputedExperts:
     """Mixin for a module with fused experts. During a forward pass, the first access to a stack's attribute computes
-    the stack, and later accesses return this tensor. Outside of a forward pass, the attribute returns the stack's plain
-    parameter, or computes a quantized stack at each access."""
+    the stack, and later accesses return this tensor. Outside of a forward pass, the attribute returns the stack's
+    parameter, without LoRA. If the stack is quantized, each access dequantizes it and adds LoRA instead."""
 
-    # during a forward pass: (dtype of products, name -> stack computed so far); otherwise None
+    # during a forward pass: (dtype of products, name -> stack, for the stacks computed so far); otherwise None
     _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
 
     def forward(self, *args, **kwargs) -> Tensor:
@@ -50,8 +50,9 @@ class ComputedExperts:
         return _module, (plain_class(self), tuple(sorted(computed_stacks(self)))), self.__dict__
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
-        """Returns a module of transformers' own class with frozen stacks, dequantized to `dtype` and with LoRA added.
-        With device="meta" the stacks have no memory yet."""
+        """Returns a module of transformers' own class, in which the computed stacks are frozen parameters in `dtype`,
+        with LoRA added. The module shares all other parameters with this module. Args: device: "meta": the computed
+        stacks have no memory yet; None: the device of this module."""
         plain, names = copy(self), computed_stacks(self)
         plain.__class__ = plain_class(self)
         plain._parameters = dict(self._parameters)
@@ -64,7 +65,7 @@ class ComputedExperts:
 
 
 class StackLoRA(nn.Module):
-    """LoRA matrices of rank r for each expert of a stack, with PEFT's shapes, names and initialization.
+    """The LoRA matrices of a stack, of rank r for each expert, with PEFT's shapes, names and initialization.
 
     Args:
         stack: (experts, rows, columns).
@@ -104,12 +105,13 @@ def adapt(experts: nn.Module, name: str, r: int, scaling: float) -> None:
 
 
 def stack_weights(experts: nn.Module, name: str) -> nn.Parameter | nn.Module:
-    """Returns the module that stores a stack in 4 bits if there is one, otherwise the stack's parameter."""
+    """Returns the `NF4Stack` of a quantized stack, otherwise the stack's parameter."""
     return experts._modules.get(name + NF4, experts._parameters.get(name))
 
 
 def computed_stacks(experts: nn.Module) -> list[str]:
-    """Returns the names of the stacks that are quantized or have LoRA, and so are computed when they are read."""
+    """Returns the names of the stacks that are quantized or have LoRA, and are therefore computed when they are
+    read."""
     parts = (part for part in experts._modules if part.endswith((NF4, LORA)))
     return list(dict.fromkeys(part.removesuffix(NF4).removesuffix(LORA) for part in parts))
 

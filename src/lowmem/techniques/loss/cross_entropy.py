@@ -1,15 +1,15 @@
-"""Defines the interface of losses (`Loss`), two losses (`loss=full` and `loss=chunked`), and the checks that
-run before the first step (`Verified`).
+"""Defines the interface of losses (`Loss`), two losses (`loss=full` and `loss=chunked`), and the checks that run before
+the first step or evaluation (`Verified`).
 
 A loss takes the model and a micro-batch. `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 for tokens
-that are not learned (prompts, padding). A loss returns the *sum* over tokens (a preference loss: over pairs or rated
+that the loss ignores (prompts, padding). A loss returns the *sum* over tokens (a preference loss: over pairs or rated
 answers) in fp32, because `CausalLM` divides the sum by the number of labels, pairs or answers in the full window.
 
-`full` is cross entropy as most code computes it. `full` stores the logits (B, T, V) in the compute dtype and in fp32,
-and their gradient: with a vocabulary of 150,000 these tensors are the peak of a run. `Chunked` stores the logits of a
-few tokens at a time, and computes the gradient in the forward pass, while the logits of the chunk still exist. So
-nothing is computed twice. Similar: Hsu et al. 2024, arXiv 2410.10989. All other code of the model, before and after its
-head, still runs (`head.py`).
+`full` is cross entropy as most code computes it: it stores the logits (B, T, V) in the compute dtype and in fp32, and
+their gradient. With a vocabulary of 150,000 these tensors are often the peak of a run. `Chunked` stores the logits of a
+few tokens at a time, and computes the gradient in the forward pass, while the logits of the chunk still exist. So the
+logits are computed only once, as in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989). All other code of the model,
+before and after its head, still runs (`head.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ SLICE = 1 << 13  # tokens of the vocabulary in each 16-bit product that is added
 class Loss:
     """Base class of losses that `CausalLM` trains with, and of losses that wrap another loss."""
 
-    needs: type[MicroBatch] = MicroBatch  # the kind of micro-batch; the caller divides the loss by its `weight`
+    needs: type[MicroBatch] = MicroBatch  # class of the micro-batches; the caller divides by the sum of their `weight`
     own_logits = False  # True: computes the logits itself; set for classes that override `verify`
     shows: tuple[str, ...] = ()  # names of the `figures` that early_stop.watch accepts
     head_in_tiles = False  # True: reads the head's weight in tiles, so the weight may be in host memory
@@ -51,11 +51,11 @@ class Loss:
         raise NotImplementedError
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns name -> further metric of the last micro-batch that was computed without gradients. Called once for
-        each such micro-batch, since a loss may drop its intermediate results.
+        """Returns name -> further metric of the last micro-batch that was computed without gradients. An evaluation
+        calls this method exactly once after each micro-batch, because a loss may then drop its intermediate results.
 
         A metric of shape () is a sum, which the caller divides by the total `weight` of the micro-batches. A metric of
-        shape (2,) is (sum, count), and the caller divides by the total count.
+        shape (2,) is (sum, count), and the caller divides the total sum by the total count.
         """
         return {}
 
@@ -65,8 +65,8 @@ class Loss:
         return []
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Checks that the logits that the loss computes equal the model's logits. Called before the first step, by
-        `Verified` and by `Pipeline`.
+        """Checks that the logits that the loss computes equal the model's logits. `Verified` and `Pipeline` call this
+        method before the first step. The base class checks nothing.
 
         Args:
             model: the model.
@@ -91,7 +91,8 @@ def as_loss(loss: object) -> Loss:
     """Returns a `Loss` unchanged, and wraps a function in `Function`.
 
     Raises:
-        Refused: `loss` is neither. The `verify` and the weights of such an object would be silently ignored.
+        Refused: `loss` is neither. Any other callable might have weights or a `verify`, which would silently be
+            ignored.
     """
     if isinstance(loss, Loss):
         return loss
@@ -135,12 +136,15 @@ class Chunked(Loss):
 
 
 class Verified(Callback):
-    """A callback that checks the model in the run's precision, before the first step or before the evaluation of a run
-    that does not train:
+    """A callback that checks the model, before the first step or before the evaluation of a run that does not train:
 
+    - padded rows do not depend on each other's lengths (`lengths.check_rows`)
+    - documents in packed rows do not attend to each other, or depend on each other's lengths
+      (`packed_attention.verify`)
     - a loss that computes logits itself computes the model's logits (`Loss.verify`; only before training)
-    - documents in packed rows do not attend to each other, and rows of different lengths do not depend on each other
     - modules that are computed in slices give equal results (`Tiles.verify`)
+
+    All checks except the first one run the model in the run's precision.
 
     Args:
         packed: True: rows contain several documents.
@@ -164,8 +168,8 @@ class Verified(Callback):
         loaders: Iterable[WindowLoader | ValidationLoader],
         first: Callable[[], MicroBatch],
     ) -> None:
-        """Runs the checks. Args: loaders: the loaders whose rows are checked; first: returns a micro-batch of one of
-        the loaders."""
+        """Runs the checks. Args: loaders: the loaders whose rows are checked; first: returns the first micro-batch of
+        one of the loaders. It is called only if a check needs data."""
         self.done = True
         for loader in loaders:
             _check_rows(module, loader)
@@ -190,7 +194,8 @@ def _validation(trainer: Trainer) -> Iterator[ValidationLoader]:
 
 
 def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader) -> None:
-    """If a loader pads rows, checks that rows of different lengths do not depend on each other. Raises: Refused."""
+    """Checks that the rows of a loader that pads rows do not depend on each other's lengths. No-op for other loaders.
+    Raises: Refused."""
     rows = loader.sequences
     if rows.filler and not rows.positions:
         together = len(rows.example(loader.share.batch_size, 1).input_ids)
@@ -198,10 +203,12 @@ def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader
 
 
 def counted(labels: Tensor, count: int | None = None) -> Tensor:
-    """Returns the indices of positions with a label. Args: labels: (N,); count: the number of labels; None: unknown.
+    """Returns the indices of positions with a label. Args: labels: (N,), -100: no label; count: the number of labels;
+    None: unknown.
 
-    If the count is unknown, the host has to wait for the card. Apart from this wait, the losses in this package never
-    make the host wait for values of tensors. A trace with fake tensors assumes that all positions have a label."""
+    If the count is unknown, the host has to wait for the device. Apart from this wait, computing a loss of this package
+    never makes the host wait for values of tensors. A trace with fake tensors assumes that all positions have a label.
+    """
     if count == len(labels):
         return torch.arange(count, device=labels.device)
     learned = labels != IGNORED
@@ -222,7 +229,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             weight: (V, H).
             bias: (V,) or None.
             labels: (N,).
-            chunks: indices of positions with a label, in chunks.
+            chunks: indices of positions with a label: one tensor (rows,) per chunk.
             finish: see `Head`.
         """
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -233,8 +240,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # Logits of positions without a label are not computed. The other positions are selected chunk by chunk, so that
-        # the memory does not depend on the number of labels, which the planner does not know.
+        # Logits are computed only at positions with a label. The hidden states of these positions are copied chunk by
+        # chunk, so that the memory does not depend on the number of labels, which the planner does not know.
         for chunk in chunks:
             rows_hidden, rows_labels = hidden.index_select(0, chunk), labels[chunk]
             product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))

@@ -6,7 +6,7 @@ or soft caps (Gemma, xLSTM) after the head. This module does not rely on names o
 model's own forward pass, in which it replaces the head, or head and body:
 
     enter     once per micro-batch. The body runs, and a pre-hook captures the head's input (B, T, H). The head gets
-              only the first token of each sequence, and returns zeros without a product.
+              only the first token of each sequence, and returns zeros (B, 1, V) without a product.
     finish    for each chunk or tile, and only if the model changes the head's output. The model's forward pass runs
               again: the body returns its previous output, and the head returns the product of the chunk or tile.
 
@@ -32,11 +32,12 @@ UNEVEN = 5  # size of the first of two chunks, and of the first of two tiles, in
 
 
 class Head(NamedTuple):
-    """The head and its input in one forward pass, from which a loss computes the logits."""
+    """The head of a model, and its input in one forward pass. A loss computes the logits from both."""
 
     linear: nn.Linear
     hidden: Tensor  # (B, T, H), input of the head
-    finish: Callable[[Tensor], Tensor] | None  # head's output (N, V) -> logits (N, V); None: they are equal
+    # a chunk or tile of the head's output (rows, columns) -> its logits (rows, columns); None: both are equal
+    finish: Callable[[Tensor], Tensor] | None
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
@@ -113,7 +114,7 @@ def finished(
     output.
 
     Args:
-        product: (N, V), the head's output.
+        product: (rows, columns), a chunk or tile of the head's output.
         finish: see `Head`.
         copy: True: the caller overwrites the logits, so they must not share memory with tensors saved for backward.
     """
@@ -130,7 +131,8 @@ def finished(
 
 def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
     """Returns True if a model's logits are the unchanged output of its head. Compares memory and version counter, not
-    values, because a soft cap does not change zeros."""
+    values, because a soft cap does not change the zeros that the head returns in `enter`. Args: version: the version
+    counter of `product` when the head returned it."""
     same = storage_key(logits) == storage_key(product)
     return same and logits.shape == product.shape and _version(product) == version
 
@@ -175,10 +177,8 @@ def _refused(model: nn.Module, why: str) -> Refused:
 
 def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = False) -> bool:
     """Returns True if the logits that a loss computes with `enter` and `finished` equal the model's logits, up to
-    rounding.
-
-    The logits are computed in two chunks of unequal size. So the result is False if the code after the head depends on
-    a token's position or on its neighbors.
+    rounding. Computes the logits in two chunks of unequal size, so the result is False if the code after the head
+    depends on a token's position or on its neighbors.
 
     Args:
         model: the model.
@@ -197,8 +197,8 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
         return False
     if ours.shape != theirs.shape:
         return False
-    # The tolerance is relative to the head's output, because masked logits may be huge. A soft cap may overflow in both
-    # results.
+    # The tolerance is relative to the head's output, not to the logits, which may be huge where the model masks them.
+    # `same` accepts inf or nan that both results have, because a soft cap may overflow.
     return same(ours, theirs, largest_magnitude(products), [products.dtype], least=0.0)
 
 

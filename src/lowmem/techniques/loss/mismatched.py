@@ -17,12 +17,12 @@ from lowmem.data.rated import RatedBatch
 
 
 class MismatchedPass(Callback):
-    """A callback that runs the model on the mismatched rows of a window or validation set, and passes the sum of their
-    log-ratios and the number of their answers, over all devices, to the loss.
+    """A callback that runs the model on the mismatched rows of each window and validation set. It passes the sum of
+    their log-ratios and the number of their answers, over all devices, to the loss.
 
     Args:
         read: returns (sum of log-ratios, number of answers) of the micro-batch that was computed last, shape (2,).
-        hand_over: passes the sum of all results of `read`, (2,), to the loss.
+        hand_over: passes the sum of all results of `read`, over all devices, (2,), to the loss.
     """
 
     def __init__(self, read: Callable[[], Tensor], hand_over: Callable[[Tensor], None]) -> None:
@@ -39,8 +39,8 @@ class MismatchedPass(Callback):
             self.compute(module, _groups_of(trainer, module, number))
 
     def compute(self, module: LightningModule, groups: Iterable[Sequence[RatedBatch]]) -> None:
-        """Runs the model on the mismatched rows of all groups, and passes the sum over all devices to the loss. Args:
-        module: the model; groups: groups of micro-batches that are on the device at the same time."""
+        """Runs the model on the mismatched rows of all groups, and passes the sums over all devices to the loss. Args:
+        module: the `CausalLM`; groups: groups of micro-batches that are on the device at the same time."""
         sums = [numbers for group in groups for numbers in self._numbers(module, group)]
         self.hand_over(module.ranks.all_sum(torch.stack(sums).sum(0)))
 

@@ -1,6 +1,6 @@
 """Preference losses: DPO, IPO, ORPO and SimPO for pairs of answers, KTO for rated answers.
 
-These losses need no more memory than fine-tuning on the same rows. A preference loss is a function of the
+These losses need no more memory than loss=tiled on the same rows. A preference loss is a function of the
 log-probability of each answer, which is a sum over the answer's tokens. The logits are computed in tiles of the
 vocabulary (`tiled.py`), so the full logits never exist. The reference model of DPO, IPO and KTO is not in memory during
 training: its log-probabilities are computed before training, and are part of the data (`training/reference.py`).
@@ -28,8 +28,8 @@ class AnswerLogProbs(NamedTuple):
     """The inputs of a preference loss. Each tensor has shape (pairs, 2), with the chosen answer first, or (answers, 1)
     for rated answers."""
 
-    # fp64, log-probability of each answer: the sum over its tokens. In fp32 the rounding error of a long answer would
-    # be as large as the difference between the trained model and the reference model.
+    # fp64, log-probability of each answer: the sum over its tokens. In fp32 the rounding error of a long answer may be
+    # as large as the difference between the trained model and the reference model.
     logp: Tensor
     tokens: Tensor  # int64, number of tokens, at least 1
     reference: Tensor  # fp64, log-probabilities under the reference model; zeros for losses without a reference model
@@ -70,8 +70,8 @@ class PreferenceLoss(Tiled):
         return self.losses(answers).where(real, 0.0).sum().float()
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
-        """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,): False where
-        a row does not contain a pair or an answer."""
+        """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,), which is
+        False for the entries of rows that do not contain a pair or an answer."""
         losses, learned = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learned]
@@ -115,8 +115,8 @@ class PreferenceLoss(Tiled):
 
 class DPO(PreferenceLoss):
     """-log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), with log-ratios to the reference model:
-    Rafailov et al. 2023, arXiv 2305.18290. Args: label_smoothing: assumed fraction of pairs with swapped labels, below
-    0.5 (Mitchell 2023)."""
+    Rafailov et al. 2023, arXiv 2305.18290. Args: label_smoothing: assumed fraction of pairs whose chosen and rejected
+    answers are swapped, below 0.5 (Mitchell 2023)."""
 
     compares = True
 
@@ -241,8 +241,8 @@ class KTO(PreferenceLoss):
         return losses[:, 0]
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns name -> metric: the accuracy of the prediction "desirable if the log-ratio is above z" and z, both
-        summed over the answers; rewards and log-probabilities of each rating, as (sum, count)."""
+        """Returns name -> metric. The accuracy of the prediction "desirable if the log-ratio is above z", and z itself,
+        are sums over the answers. The rewards and log-probabilities of each rating are (sum, count)."""
         answers, real = self.take()
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}

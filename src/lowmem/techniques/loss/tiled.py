@@ -7,10 +7,10 @@ For N tokens with a label, a vocabulary of V, tiles of C tokens of the vocabular
 
 `loss=chunked` sums the gradient of the head's weight (V, H) over chunks of tokens in fp32. With 16-bit weights this sum
 is often the peak of the run. Here the gradient of a tile is a single product over all tokens, so it has the dtype of
-the weight: 2 bytes per element with 16-bit weights. With 16-bit weights, no tile of the head or of its gradient is ever
-in fp32. The price is that the logits are computed twice, because the gradient needs the softmax, whose denominator is a
-sum over all tiles (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Memory: 6 bytes x N x C for logits
-with 16-bit products, and 4 bytes x N x H for the gradient of the head's input.
+the weight: 2 bytes per element with 16-bit weights. No tile of the head or of its gradient is then in fp32. The price
+is that the logits are computed twice, because the gradient needs the softmax, whose denominator is a sum over all tiles
+(online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Memory: 6 bytes x N x C for logits with 16-bit
+products, and 4 bytes x N x H for the gradient of the head's input.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,11 @@
-"""transformers' Adafactor, with an additional step that updates 16-bit weights in host memory a few rows at a time.
+"""transformers' Adafactor, with an additional method that updates 16-bit weights in host memory piece by piece.
 
 transformers' `step` needs 16 bytes of temporary memory per element of the largest parameter: weight and gradient in
 fp32, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow` avoids this memory: it
-updates the optimizer state with transformers' formulas, piece by piece. Reductions over the full parameter (the mean
-squares of rows and columns, and the RMS of the update) are computed in separate passes. So the gradient is read three
-times. Only these reductions differ from transformers' step, because they add in a different order; all other arithmetic
-is bit-identical. Source: Shazeer and Stern 2018, arXiv 1804.04235.
+applies transformers' formulas to one piece after the other. Reductions over the full parameter (the RMS of the weight,
+the mean squares of rows and columns, and the RMS of the update) are computed in separate passes. So the gradient is
+read three times. Only these reductions differ from transformers' step, because they add in a different order; all other
+arithmetic is bit-identical. Source: Shazeer and Stern 2018, arXiv 1804.04235.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +20,13 @@ CHUNK = 1 << 22  # maximum number of elements of a piece (16 MiB in fp32), unles
 
 Shape = tuple[int, int, int]  # (matrices, rows, columns)
 Piece = tuple[slice, slice]  # (matrices, rows): several full matrices, or several rows of one matrix
-Read = Callable[[Piece], Tensor]  # returns a piece in a buffer that the caller may change; the next call overwrites it
+Read = Callable[[Piece], Tensor]  # returns an fp32 copy that the caller may change; a later call overwrites it
 Scale = Callable[[Piece, Tensor], Tensor]  # (piece, output tensor) -> output tensor with the scales of the piece
 
 
 class Adafactor(optimization.Adafactor, InPieces):
-    """transformers' Adafactor. Args: see transformers. `step_narrow` uses `lr`, so `relative_step` must be False."""
+    """transformers' Adafactor. Args: see transformers. `relative_step` must be False, because `step_narrow` uses
+    `lr`."""
 
     @torch.no_grad()
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
@@ -100,8 +101,8 @@ def _rms(read: Read, pieces: list[Piece], elements: int) -> Tensor:
 
 
 def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Updates the mean squares of rows and columns. Returns: a function that writes the scales 1 / sqrt(v) of a piece,
-    where v is the second moment that is estimated from both mean squares."""
+    """Updates the running mean squares of rows and columns. Returns: a function that writes the scales 1 / sqrt(v) of a
+    piece, where v is the second moment, estimated from both mean squares."""
     rows, columns = state["exp_avg_sq_row"].view(shape[:2]), state["exp_avg_sq_col"].view(shape[0], shape[2])
     beta, sums = _beta(state, group), torch.zeros_like(columns)
     for piece in pieces:
@@ -114,7 +115,7 @@ def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group:
 
 
 def _each(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Updates the mean squares of a vector: one mean square for each element. Returns: see `_factored`."""
+    """Updates the running mean square of each element of a vector. Returns: see `_factored`."""
     squares, beta = state["exp_avg_sq"].view(shape), _beta(state, group)
     for piece in pieces:
         squares[piece].mul_(beta).add_(read(piece).square_().add_(group["eps"][0]), alpha=1.0 - beta)

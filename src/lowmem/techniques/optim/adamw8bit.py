@@ -10,10 +10,10 @@ Encoding and decoding are plain arithmetic (no lookup in a table of 256 values),
 used. From the first step on, the stored code of u is at least 2 (`LEAST`), because a second moment that is rounded to
 zero would turn the next small gradient into a huge update.
 
-On a CPU the step is one C++ function, which is compiled once. The function reads the gradient in 16 or 32 bits,
-unscales and clips it, and updates state and weight. The weight is either in fp32, with an optional 16-bit copy that is
-written too, or in two 16-bit halves (`step/fp32_halves.py`). Without a compiler, and on CUDA, torch operators do the
-same arithmetic.
+On a CPU the step with 8-bit state is one C++ function, which is compiled once. The function reads the gradient in 16 or
+32 bits, unscales and clips it, and updates state and weight. The weight is either in fp32, with an optional 16-bit copy
+that is written too, or in two 16-bit halves (`step/fp32_halves.py`). Without a compiler, and on CUDA, torch operators
+do the same arithmetic.
 
 Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
 """
@@ -35,17 +35,18 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
 # The smallest code of u. Its value is (2 / 255)^2 times the largest u of the block. The smallest nonzero m is (1 /
-# 127)^2 times the largest m, and both factors are about equal. So an element that is tiny compared to its block does
-# not get a larger update than the other elements.
+# 127)^2 times the largest m, and both factors are about equal. So elements that are tiny compared to their block do not
+# get larger updates than the others.
 LEAST = 2
-NOTHING = 1e-30  # largest magnitude up to which a block is not divided by its maximum: 1 / maximum could be infinite
+# A block whose largest magnitude is at most this counts as zeros, because 1 / magnitude could be infinite.
+NOTHING = 1e-30
 SMALL = 4096  # parameters with fewer elements keep fp32 state, as in bitsandbytes
 # Elements that torch operators process at once: intermediate results fit in a CPU's cache, and take 0.2 GiB on a card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
 
 
 class HostAdamW8bit(Optimizer, OnePass):
-    """AdamW with 8-bit state.
+    """AdamW with 8-bit state, for parameters on the host or on CUDA.
 
     Args:
         params: fp32 parameters, or parameter groups. State is in fp32 for a group with `state_bits=32`, and for
@@ -77,8 +78,9 @@ class HostAdamW8bit(Optimizer, OnePass):
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
         """Updates a parameter. With 32-bit state, on CUDA, or without a compiler, a weight that is stored in two halves
-        is joined to a temporary fp32 tensor. Args: see `OnePass`. Raises: ValueError: the C++ function cannot update
-        the weight, because it is not in fp32, or because one of the tensors that store it is not contiguous."""
+        is joined to a temporary fp32 tensor. Args: see `OnePass.step_from`. Raises: ValueError: the C++ function cannot
+        update the weight, because the parameter is not in fp32, or a tensor that stores the weight is not
+        contiguous."""
         gradient, group, p, reading, rounded = step
         state, like = self.state[p], p if rest is None else rest
         if not state:
@@ -105,7 +107,7 @@ class HostAdamW8bit(Optimizer, OnePass):
 
 
 class Rule(NamedTuple):
-    """The scalars of an update, in the order of the C++ struct `Rule`, which then contains the fields of `Reading`."""
+    """The scalars of an update: the first fields of the C++ struct `Rule`, which ends with the fields of `Reading`."""
 
     rate: float  # lr / bias correction of the first moment
     keep: float  # 1 - lr * weight_decay
@@ -125,8 +127,8 @@ def _rule(group: dict, step: int) -> Rule:
 
 def _zeros(p: Tensor, bits: int) -> dict:
     """Returns the initial state of a parameter, on its device. Args: p: the parameter, or the lower half of a weight in
-    two halves (only shape and device are read); bits: 32, or 8 if the parameter has at least SMALL elements (otherwise
-    32 bits are used)."""
+    two halves (only shape and device are read); bits: 8 or 32. A parameter with fewer than SMALL elements always gets
+    32-bit state."""
     if bits == 32 or p.numel() < SMALL:
         return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("m", "v")}}
     blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
@@ -190,8 +192,8 @@ def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
 
 
 def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
-    """Updates a chunk with torch operators. Args: scratch: (3, n) fp32, memory for intermediate results, where n is at
-    least the number of elements of the chunk."""
+    """Updates a chunk with torch operators. Args: scratch: (3, n) fp32, memory for intermediate results; n is at least
+    the number of elements of the chunk."""
     p, g, m8, u8, m_top, u_top = chunk
     m, u, x = (buffer[: p.numel()].view(p.shape) for buffer in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
@@ -202,6 +204,6 @@ def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> 
     p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
     torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
-    # blocks of zeros, or of numbers near zero, are divided by 1, because the inverse of their maximum could be infinite
+    # a block that counts as zeros is divided by 1
     m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
     u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

@@ -5,11 +5,11 @@ small elements of a block to a neighbor of the nearest code (version 0.50: 12 % 
 on the unsigned scale, for log-normal magnitudes). Even zeros are rounded away from zero, so a step changes weights
 whose gradients have always been zero.
 
-Here the step is one C++ function, with bitsandbytes' state and dynamic scales. The optimizer's class and its
-checkpoints do not change, so a run on a card can resume from a checkpoint of a run on a CPU. Without a compiler, torch
-operators compute the step. Each element is rounded to the nearest code, as in bitsandbytes' CUDA kernels. After 20
-steps the difference from AdamW is half as large as with bitsandbytes' own CPU step. Block-wise dynamic state: Dettmers
-et al. 2022, arXiv 2110.02861.
+Here the step is one C++ function, with bitsandbytes' state and its dynamic scales (256 values per scale, one for each
+8-bit code). The optimizer's class and its checkpoints do not change, so a run on a card can resume from a checkpoint of
+a run on a CPU. Without a compiler, torch operators compute the step. Each element is rounded to the nearest code, as in
+bitsandbytes' CUDA kernels. After 20 steps the difference from AdamW is half as large as with bitsandbytes' own CPU
+step. Block-wise dynamic state: Dettmers et al. 2022, arXiv 2110.02861.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ RULES = ("adam", "lion")  # bitsandbytes' names of update rules
 
 def in_one_pass(optimizer: Optimizer) -> None:
     """Changes a bitsandbytes optimizer in place, so that this module's step updates the parameters that are in host
-    memory and have 8-bit state. Does nothing for update rules other than Adam and Lion."""
+    memory and have 8-bit state. Does nothing if the optimizer's update rule is neither Adam nor Lion."""
     if optimizer.optimizer_name not in RULES:
         return
     theirs = optimizer.update_step

@@ -3,17 +3,17 @@
 For every class:
 
 - Parameter groups are formed by role, so that weight decay applies only to matrices and embeddings.
-- A resume restores state in the dtype in which it was saved. Settings that the yaml names have the values of the
-  new run.
-- In 8-bit optimizers each group has the key `state_bits`: 8, or `embedding_bits` for embeddings.
+- A resume restores state in the dtype in which it was saved. Settings that the yaml names, except lr, have the values
+  of the new run.
+- If the yaml has `embedding_bits`, each group has the key `state_bits`: `embedding_bits` for embeddings, otherwise 8.
 
 For bitsandbytes' optimizers also:
 
 - Adam, Lion and AdEMAMix apply weight decay before the update, as AdamW does, on every device.
-- Each group's state has the number of bits in `state_bits`.
+- `state_bits` sets the bits of a group's state. bitsandbytes keeps 32 bits for small parameters.
 - A second moment is never rounded to zero, except in a block of zeros.
 - 8-bit Adam and Lion have a fast step on a CPU (`bitsandbytes_cpu.py`).
-- State is restored as paged memory if the first step would page it.
+- Restored state is in paged memory if the first step would have allocated it there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
 
 BUFFERS = ("state1", "state2")  # keys of the state tensors that bitsandbytes' paged optimizers page
 DECOUPLED = ("adam", "lion", "ademamix")  # bitsandbytes' update rules with decoupled weight decay
-PAGED_FROM = 100_000  # minimum elements of a parameter with paged state (bitsandbytes' `get_state_buffer`)
+PAGED_FROM = 100_000  # minimum number of elements of a parameter with paged state (bitsandbytes' `get_state_buffer`)
 
 
 Restored = Callable[[Optimizer, nn.Parameter], None]  # called after the state of a parameter has been restored
@@ -45,12 +45,13 @@ def nothing(*_: object) -> None:
 
 
 class MakeOptimizer:
-    """A function (model, master, restored) -> optimizer. `master` maps a parameter of the model to the parameter that
-    the optimizer updates; `restored` is called after the state of a parameter has been restored.
+    """A factory that is called as (model, master, restored) -> optimizer. `master` maps a parameter of the model to the
+    parameter that the optimizer updates; `restored` is called after the state of a parameter has been restored.
 
     Args:
         make: function (parameter groups) -> optimizer: the class that the yaml names, or a partial of it.
-        embedding_bits: bits of the state of embeddings in an 8-bit optimizer; None: not an 8-bit optimizer.
+        embedding_bits: bits of the state of embeddings, if the optimizer reads `state_bits`; None: groups have no
+            `state_bits`.
     """
 
     def __init__(self, make: Callable[[list[dict]], Optimizer], embedding_bits: int | None = None) -> None:
@@ -84,11 +85,11 @@ class MakeOptimizer:
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """Returns parameter groups of the trainable parameters, by role.
+    """Returns the trainable parameters in one group per role, without empty groups.
 
     Matrices and embeddings have weight decay; vectors (norms, biases) do not. A head counts as an embedding, tied or
-    not, because its rows belong to tokens. The biases of fused experts are (experts, columns) tensors, recognized by
-    their names, and counted as vectors.
+    not, because its rows belong to tokens. The biases of fused experts are (experts, columns) tensors; their names show
+    that they are vectors.
     """
     by_token = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -106,7 +107,7 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
 def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
     """Makes bitsandbytes use each group's `state_bits`. bitsandbytes' own overrides are not used: they are in a global
-    table by id(parameter), and a parameter of a sweep's next job may have the id of a freed parameter."""
+    table with the keys id(parameter), and a parameter of a sweep's next job may have the id of a freed parameter."""
     theirs = optimizer.get_config
 
     def get_config(gindex: int, pindex: int, group: dict) -> dict:
@@ -116,9 +117,9 @@ def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
 
 
 def _decay_before_the_update(optimizer: Optimizer) -> None:
-    """Makes bitsandbytes apply decoupled weight decay before the update on every device, as AdamW does. bitsandbytes'
-    CUDA kernels multiply the weight by 1 - lr * decay after the update (issue 2010), and the kernels of 32-bit Lion add
-    the decay to the gradient (issue 1992)."""
+    """Makes bitsandbytes apply decoupled weight decay before the update on every device, as AdamW does. Does nothing if
+    the update rule is not in DECOUPLED. bitsandbytes' CUDA kernels multiply the weight by 1 - lr * decay after the
+    update (issue 2010), and the kernels of 32-bit Lion add the decay to the gradient (issue 1992)."""
     if optimizer.optimizer_name not in DECOUPLED:
         return
     theirs = optimizer.update_step
@@ -132,9 +133,9 @@ def _decay_before_the_update(optimizer: Optimizer) -> None:
 
 
 def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
-    """Replaces zero on bitsandbytes' scale of second moments by a small value, on every device. If the second moment
-    were rounded to zero and the first moment m were not, the update would be lr * m / eps, thousands of times lr.
-    Elements that are exactly zero get this small value too, which makes their later updates slightly smaller. In a
+    """Replaces zero in bitsandbytes' 256 values for second moments by a small value, on every device. If the second
+    moment were rounded to zero and the first moment m were not, the update would be lr * m / eps, thousands of times
+    lr. Elements that are exactly zero get this small value too, which makes their later updates slightly smaller. In a
     block of zeros they stay zero."""
     optimizer.fill_qmap()
     _replace_zero(optimizer.name2qmap["udynamic"])
@@ -147,8 +148,8 @@ def _replace_zero(scale: Tensor | None) -> None:
 
 def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
     """Makes a restored optimizer keep this run's settings, such as a weight decay that the user typed for the resume.
-    torch would restore the saved settings. `lr` is set by the schedule. Also restores bitsandbytes' paged state and
-    scales correctly.
+    torch would restore the saved settings. The schedule sets `lr`. Also restores bitsandbytes' paged state in paged
+    memory, and replaces zero in restored scales of second moments.
 
     Args:
         optimizer: changed in place.
@@ -163,7 +164,7 @@ def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
             _restore_paged(optimizer, theirs, state_dict)
         else:
             theirs(state_dict)
-        for state in optimizer.state.values():  # a checkpoint of an earlier version may have different scales
+        for state in optimizer.state.values():  # in a checkpoint of an earlier version, the scale may contain zero
             _replace_zero(state.get("qmap2"))
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)
@@ -202,26 +203,26 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
 
 
 def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields the items of a mapping, without keeping a reference to a value. The mapping may load each value on access.
-    If a value is mapped from a file, its pages are released before the next value is loaded."""
+    """Yields the items of a mapping that may load each value on access, one at a time. If a value is mapped from a
+    file, its pages are released before the next value is loaded."""
     for key, value in state.items():
         yield key, value
         page_out(plain_tensors(value) if isinstance(value, Tensor) else ())
 
 
 def pageable(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the state tensors that a paged optimizer pages if their parameter is on a card and has at least
-    PAGED_FROM elements; empty for other optimizers."""
+    """Returns the state tensors of a paged optimizer that may be in paged memory; empty for other optimizers. A tensor
+    is paged only if its parameter is on a card and has at least PAGED_FROM elements, which the caller must check."""
     if not getattr(optimizer, "is_paged", False):
         return []
     return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
 
 
 def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> None:
-    """Restores the state of a paged optimizer. Each buffer is allocated as in the first step, paged or not.
+    """Restores the state of a paged optimizer. Each state tensor is allocated as in the first step, paged or not.
 
     bitsandbytes itself restores paged state as ordinary tensors on the device, which may run out of memory (issues 782
-    and 1381). On a CPU, bitsandbytes would restore the state of a run on a card as paged memory, which fails.
+    and 1381). On a CPU, bitsandbytes would restore the state of a run on a card in paged memory, which fails.
 
     Args: theirs: bitsandbytes' `load_state_dict`.
     """
@@ -244,7 +245,7 @@ def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
 
 
 def _copied(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device. Wrapper subclasses are copied by their inner tensors, because `Tensor.to` ignores
+    """Returns a copy on the device. For a wrapper subclass, the inner tensors are copied, because `Tensor.to` ignores
     `copy=True` for torchao's 4-bit state that is already on the device."""
     if not is_traceable_wrapper_subclass(value):
         return value.to(device, copy=True)

@@ -34,8 +34,8 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Returns the compiled library, or None if there is no compiler, or if compilation or loading fails. If the result
-    is None, the reason has been logged, and the caller must use a slower implementation.
+    """Returns the compiled library, or None if the PATH has no compiler, or compilation or loading fails. Then the
+    reason is logged, once per source and flags, and the caller must use a slower implementation.
 
     Args:
         source: the C++ file.
@@ -58,8 +58,8 @@ def _without(source: Path, why: str) -> None:
 
 
 def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
-    """Returns the path of the library, which is compiled first if the cache does not contain an intact copy. The file
-    name contains a hash of the sources, the flags and the compiler's predefined macros, which list this processor's
+    """Returns the path of the library in the cache, after compiling it if the cache lacks an intact copy. The file name
+    contains a hash of the sources, the flags and the compiler's predefined macros, which list this processor's
     instruction set."""
     describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     target = _run(describe)

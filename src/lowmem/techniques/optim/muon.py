@@ -1,10 +1,10 @@
 """Muon for matrices and AdamW for all other parameters, as one optimizer.
 
 Muon updates a matrix by the orthogonal matrix that is nearest to its momentum, so that all directions change equally.
-Muon stores one moment (4 bytes per parameter), and AdamW stores two. Fused experts (experts, rows, columns) are one
-matrix per expert. These matrices are updated one by one, so temporary memory is needed for only one matrix. Embeddings,
-head, norms, biases and depthwise convolutions do not map between hidden spaces, and use AdamW. Source: Jordan et al.
-2024, kellerjordan.github.io/posts/muon.
+Muon stores one moment (4 bytes per parameter), and AdamW stores two. Muon treats fused experts (experts, rows, columns)
+as one matrix per expert. Matrices are updated one by one, so temporary memory is needed for only one matrix.
+Embeddings, head, norms, biases and depthwise convolutions do not map between hidden spaces, so AdamW updates them.
+Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
 `torch.optim.Muon` and `torch.optim.AdamW` compute the updates. Both receive this optimizer's groups and state at each
 step, and store nothing themselves.
@@ -30,7 +30,7 @@ class Muon(Optimizer):
         params: parameter groups with a `role` (matrix, embedding, vector).
         momentum: momentum of Muon, for matrices.
         betas, eps: arguments of AdamW, for all other parameters.
-        lr, weight_decay: for groups that do not set their own.
+        lr, weight_decay: for groups that do not set these keys.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Muon(Optimizer):
             yield matrix, {"momentum_buffer": momentum}
 
     def _step(self, optimizer: Optimizer, state: dict[nn.Parameter, dict], group: dict, factor: float) -> None:
-        """Updates the parameters of `state` with a learning rate of lr * factor. The weight decay of the update stays
-        lr * weight_decay."""
+        """Updates the parameters of `state` with a learning rate of lr * factor, but decays them by lr *
+        weight_decay. Args: state: parameter -> its optimizer state; group: the settings."""
         scaled = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "params": list(state)}
         optimizer.state, optimizer.param_groups = state, [optimizer.defaults | group | scaled]
         if state:

@@ -6,7 +6,7 @@ default does not fit. The base class of a new precision is one of these classes:
 
     BasePrecision         this module
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
-      SixteenBitWeights                         `weights_16bit.py`: 16-bit weights; `widen`, `round`, `new_extra_state`
+      SixteenBitWeights                         `weights_16bit.py`: 16-bit weights, updated in fp32
       Float16Master, BFloat16Master             `masters.py`: 16-bit weights, with fp32 masters in `MasterWeights`
       ScaledLoss                                `loss_scale.py`: a mixin for fp16 precisions, the first base class
 
@@ -75,13 +75,14 @@ class BasePrecision(Precision):
         return module
 
     def optimizer(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm) -> DeviceOptimizer:
-        """Returns the optimizer of all weights that a `HostOptimizer` does not update. Args: see `DeviceOptimizer`."""
+        """Returns the optimizer of a run in which no `HostOptimizer` updates the weights. Args: see
+        `DeviceOptimizer`."""
         return DeviceOptimizer(inner, model, global_norm)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:
-        """Refuses an optimizer that is not a `WindowOptimizer`, because it would apply gradients that are still
-        multiplied by the loss scale. Lightning calls this method before the first step, and with an empty list before
-        an evaluation. Raises: Refused."""
+        """Refuses an optimizer that is not a `WindowOptimizer`, because other optimizers would apply gradients that are
+        still multiplied by the loss scale. Lightning calls this method before the first step, and with an empty list
+        before an evaluation. Raises: Refused."""
         if not all(isinstance(optimizer, WindowOptimizer) for optimizer in optimizers):
             raise Refused(
                 f"{type(self).__name__} cannot train {type(model).__name__}: only the optimizer of "
@@ -102,8 +103,8 @@ class BasePrecision(Precision):
     # --- each micro-batch -----------------------------------------------------------------------------------------
 
     def train_step_context(self) -> AbstractContextManager:
-        """Returns the context that Lightning enters for the full training step. The context does nothing, because
-        autocast at this point would also cover backward and the optimizer."""
+        """Returns the context that Lightning enters for the full training step. It does nothing, because autocast at
+        this point would also cover backward and the optimizer."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager:
@@ -112,8 +113,8 @@ class BasePrecision(Precision):
         return nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Calls callbacks, and returns the tensor whose `backward` is called: the loss, scaled if the precision scales
-        losses. Called with the loss of each micro-batch."""
+        """Calls callbacks, and returns the tensor on which Lightning calls `backward`: the loss, multiplied by the loss
+        scale if the precision has one. Lightning calls this method with the loss of each micro-batch."""
         return super().pre_backward(tensor, module)
 
     # --- each window ----------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 On such a CPU torch uses a plain loop that is 10 to 100 times slower than an fp32 product (pytorch issue 146508). So
 `BasePrecision.convert_module` replaces torch's CPU kernels until the end of the run. The replacements convert the
 inputs to fp32, multiply and add in fp32, and round the result once, as the 16-bit instructions do. Kernels are replaced
-at the CPU dispatch key, below autocast, autograd and memory trackers. Forward, backward and recomputation use the new
-kernels, and saved tensors still have 16 bits. The price is temporary memory: the fp32 copies of the inputs of one
-operator.
+at the CPU dispatch key, below autocast, autograd and memory trackers. So forward, backward and recomputation use the
+new kernels, and saved tensors still have 16 bits. The price is temporary memory for one operator at a time: fp32 copies
+of its inputs, and its fp32 result.
 
 A dispatch mode could also replace the kernels, but would add a Python call to every operator.
 """
@@ -59,7 +59,8 @@ def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
 
 @cache
 def _native(product: OpOverload) -> Callable:
-    """Returns torch's own kernel. The result is cached, because it must be read before the kernel is replaced."""
+    """Returns torch's own kernel. The result is cached, because `get_kernel` returns the replacement after the kernel
+    has been replaced."""
     return get_kernel(product, "CPU").call_boxed
 
 

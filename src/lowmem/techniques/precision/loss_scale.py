@@ -1,8 +1,8 @@
 """Dynamic loss scaling: the loss is multiplied before backward, so that small gradients do not underflow in fp16.
 
-If a gradient overflows, the step is skipped and the scale is halved. After `growth_interval` consecutive steps without
-overflow the scale is doubled. Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's GradScaler is not used: it
-refuses fp16 gradients, and would unscale them in fp16, where small gradients underflow.
+If a gradient overflows, the step is skipped and the scale is halved, down to `SMALLEST`. After `growth_interval`
+consecutive steps without overflow the scale is doubled. Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's
+GradScaler is not used: it refuses fp16 gradients, and would unscale them in fp16, where small gradients underflow.
 """
 
 from lightning.pytorch import LightningModule
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowmem.techniques.precision.contract import BasePrecision
 
-# The scale is not halved below this value, which is reached from 2**16 after 26 consecutive overflows. If gradients
+# A scale that is not above this value is not halved. From 2**16, 26 overflows in a row lead to this value. If gradients
 # still overflow then, a smaller scale would not help either.
 SMALLEST = 2.0**-10
 
@@ -42,7 +42,7 @@ class LossScale:
 
 class ScaledLoss(BasePrecision):
     """A mixin for fp16 precisions: scales the loss so that small gradients do not underflow. The optimizer unscales the
-    gradients, in `finish` or when it updates a weight.
+    gradients, in `WindowOptimizer.finish` or when it updates a weight.
 
     Args:
         init_scale: loss scale at the start. A step in which a gradient overflows halves the scale, but not below
@@ -61,7 +61,7 @@ class ScaledLoss(BasePrecision):
         return self.loss_scale.halved
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        self.gradient_scale = self.loss_scale.value  # a copy, because `update` already sets the next window's scale
+        self.gradient_scale = self.loss_scale.value  # a copy, because `update_scale` sets the next window's scale
         return super().pre_backward(tensor * self.gradient_scale, module)
 
     def update_scale(self, finite: bool) -> None:

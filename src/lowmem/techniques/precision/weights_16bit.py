@@ -2,7 +2,7 @@
 fp32.
 
 Parameters are updated one at a time, where they are stored: on the device, or with strategy=fsdp_offload in host memory
-(for streamed weights see `BFloat16Stochastic`). Weight and gradient are converted to fp32, the optimizer updates the
+(for weights=streamed see `BFloat16Stochastic`). Weight and gradient are converted to fp32, the optimizer updates the
 fp32 weight, and the result is rounded to 16 bits. This works with any optimizer. The optimizer sees fp32 weights and
 gradients, so its state has the usual dtypes, and an eps of 1e-8 does not underflow. The step needs temporary memory for
 the fp32 weight and gradient of one parameter. RoPE frequencies and other fp32 buffers keep their dtype. A subclass may
@@ -30,7 +30,7 @@ ExtraState = dict[str, Tensor]
 
 
 class SixteenBitWeights(BasePrecision):
-    """Weights in `dtype`. Subclasses override `widen`, `round` and `new_extra_state`."""
+    """Weights in `dtype`, rounded to nearest. Subclasses may override `widen`, `round` and `new_extra_state`."""
 
     weights_dtype = None
 
@@ -51,9 +51,9 @@ class SixteenBitWeights(BasePrecision):
         p.data.copy_(wide)
 
     def new_extra_state(self, p: nn.Parameter) -> ExtraState:
-        """Returns name -> tensor: additional tensors that are stored on the device for a weight. The first call of
-        `extra_state(p)` calls this method. `widen` and `round` get the tensors by calling `extra_state(p)`, and change
-        them in place. The memory meter and checkpoints include these tensors."""
+        """Returns name -> tensor: additional tensors that are stored on the device for a weight; empty by default.
+        `extra_state(p)` calls this method the first time. `widen` and `round` of a subclass get the tensors from
+        `extra_state(p)`, and change them in place. The memory meter and checkpoints include these tensors."""
         return {}
 
     def extra_state(self, p: nn.Parameter) -> ExtraState:
@@ -94,7 +94,7 @@ class SixteenBitWeights(BasePrecision):
 
 class NarrowOptimizer(DeviceOptimizer):
     """Updates 16-bit weights one at a time. A weight and its gradient are in fp32 during the update. The gradient is
-    unscaled in fp32, since unscaled gradients below 6e-8 would underflow in fp16."""
+    unscaled in fp32, because unscaled gradients below 6e-8 would underflow in fp16."""
 
     def __init__(
         self, precision: SixteenBitWeights, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm
@@ -132,14 +132,14 @@ class NarrowOptimizer(DeviceOptimizer):
 
 
 class BFloat16Weights(SixteenBitWeights):
-    """bf16 weights that are rounded to nearest."""
+    """bf16 weights; updates are rounded to nearest."""
 
     dtype = torch.bfloat16
 
 
 class BFloat16Stochastic(SixteenBitWeights):
-    """bf16 weights with stochastic rounding. Streamed weights are updated and rounded on the host
-    (`offload/host_weight.py`), all other weights by `NarrowOptimizer`.
+    """bf16 weights with stochastic rounding. With weights=streamed, the host updates and rounds all trained 16-bit
+    weights, streamed or not (`StochasticHostWeight` in `offload/host_weight.py`). Otherwise `NarrowOptimizer` does.
 
     Args:
         early_step: with weights=streamed and clip=null, update each weight during backward, as soon as its last

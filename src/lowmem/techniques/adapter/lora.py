@@ -49,7 +49,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
 PREFIX = "base_model.model."  # every tensor name in WEIGHTS begins with this prefix
 RANK, ALL = 16, "all-linear"  # defaults of r and target
-WITH_EXPERTS = {"none": False, "lora": True}  # values of the argument `experts`
+WITH_EXPERTS = {"none": False, "lora": True}  # argument `experts` -> whether fused experts get matrices
 # Keys of an adapter folder's config that may differ from PEFT's defaults: this module handles them, or they do not
 # affect a trained adapter.
 UNDERSTOOD = {
@@ -59,7 +59,7 @@ UNDERSTOOD = {
     *("base_model_name_or_path", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("eva_config", "corda_config", "loftq_config", "lora_ga_config"),  # read only by initializations
 }
-# Supported values of init_lora_weights. With other values PEFT changes the base weights whenever it loads the adapter.
+# Supported values of init_lora_weights. With most other values PEFT changes the base weights when it loads an adapter.
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
 # A Mamba mixer passes the weights of these linear layers to a CUDA kernel and does not call the layers, so their
 # adapters would have no effect.

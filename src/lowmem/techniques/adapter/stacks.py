@@ -27,7 +27,7 @@ LORA = "_lora"  # child with the trained LoRA matrices (`StackLoRA`), whose prod
 class ComputedExperts:
     """Mixin for a module with fused experts. During a forward pass, the first access to a stack's attribute computes
     the stack, and later accesses return this tensor. Outside of a forward pass, the attribute returns the stack's
-    parameter, without LoRA. If the stack is quantized, each access dequantizes it and adds LoRA instead."""
+    parameter, without LoRA. A quantized stack has no parameter, so each access computes the stack, with LoRA."""
 
     # during a forward pass: (dtype of products, name -> stack, for the stacks computed so far); otherwise None
     _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
@@ -51,8 +51,8 @@ class ComputedExperts:
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
         """Returns a module of transformers' own class, in which the computed stacks are frozen parameters in `dtype`,
-        with LoRA added. The module shares all other parameters with this module. Args: device: "meta": the computed
-        stacks have no memory yet; None: the device of this module."""
+        with LoRA added. Other parameters are shared with this module. Args: device: "meta": the computed stacks have no
+        memory yet; None: the device of this module."""
         plain, names = copy(self), computed_stacks(self)
         plain.__class__ = plain_class(self)
         plain._parameters = dict(self._parameters)
@@ -133,7 +133,7 @@ def adapted_stacks(model: nn.Module) -> list[str]:
 
 def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a stack (experts, rows, columns), dequantized and with LoRA added. Args: dtype: dtype of the result;
-    None: the dtype of the parameter, or the dtype in which a quantized stack was loaded."""
+    None: the dtype of the parameter, or the dtype that a quantized stack had before quantization."""
     base = stack_weights(experts, name)
     dtype = dtype or base.dtype
     stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantized(dtype)

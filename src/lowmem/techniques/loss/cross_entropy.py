@@ -28,7 +28,7 @@ from lowmem.model.head_tiles import matrix_of
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
-VERIFIED = 16  # tokens per sequence in the checks before the first step
+VERIFIED = 16  # tokens per sequence with which `Verified` checks losses and slices
 SLICE = 1 << 13  # tokens of the vocabulary in each 16-bit product that is added to an fp32 sum
 
 
@@ -70,10 +70,10 @@ class Loss:
 
         Args:
             model: the model.
-            batch: a few real tokens of two sequences.
+            batch: a few tokens of at most two sequences.
 
         Raises:
-            Refused: the logits differ.
+            Refused: the logits differ, or the loss cannot compute logits of this model.
         """
 
 
@@ -139,7 +139,7 @@ class Verified(Callback):
     """A callback that checks the model, before the first step or before the evaluation of a run that does not train:
 
     - padded rows do not depend on each other's lengths (`lengths.check_rows`)
-    - documents in packed rows do not attend to each other, or depend on each other's lengths
+    - documents in packed rows do not attend to each other, and do not depend on each other's lengths
       (`packed_attention.verify`)
     - a loss that computes logits itself computes the model's logits (`Loss.verify`; only before training)
     - modules that are computed in slices give equal results (`Tiles.verify`)
@@ -169,7 +169,7 @@ class Verified(Callback):
         first: Callable[[], MicroBatch],
     ) -> None:
         """Runs the checks. Args: loaders: the loaders whose rows are checked; first: returns the first micro-batch of
-        one of the loaders. It is called only if a check needs data."""
+        one of the loaders; called only if a check needs data."""
         self.done = True
         for loader in loaders:
             _check_rows(module, loader)

@@ -41,7 +41,8 @@ class Head(NamedTuple):
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
-    """Runs a forward pass up to the head, and returns the head with its input. The head's weight is not read.
+    """Runs a forward pass in which the head returns zeros, and returns the head with its input. The head's weight is
+    not read.
 
     Args:
         model: the model.
@@ -186,7 +187,7 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
         tiled: True: also divide the vocabulary into two tiles of unequal size.
 
     Raises:
-        Refused: see `enter`.
+        Refused: see `enter`; or the head's output contains inf or nan.
     """
     theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, inputs)

@@ -70,8 +70,8 @@ class PreferenceLoss(Tiled):
         return self.losses(answers).where(real, 0.0).sum().float()
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
-        """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,), which is
-        False for the entries of rows that do not contain a pair or an answer."""
+        """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,): False where
+        an answer has no labels, as in filler."""
         losses, learned = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learned]

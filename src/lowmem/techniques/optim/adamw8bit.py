@@ -6,9 +6,9 @@ bits on a square-root scale:
     first moment     sign(m) sqrt(|m| / max |m|)       int8
     second moment    sqrt(u / max u), u = sqrt(v)      uint8, never 0
 
-Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU's vector instructions can be
-used. From the first step on, the stored code of u is at least 2 (`LEAST`), because a second moment that is rounded to
-zero would turn the next small gradient into a huge update.
+Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU can use vector instructions.
+From the first step on, the stored code of u is at least 2 (`LEAST`), because a second moment that is rounded to zero
+would turn the next small gradient into a huge update.
 
 On a CPU the step with 8-bit state is one C++ function, which is compiled once. The function reads the gradient in 16 or
 32 bits, unscales and clips it, and updates state and weight. The weight is either in fp32, with an optional 16-bit copy

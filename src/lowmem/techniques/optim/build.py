@@ -46,7 +46,8 @@ def nothing(*_: object) -> None:
 
 class MakeOptimizer:
     """A factory that is called as (model, master, restored) -> optimizer. `master` maps a parameter of the model to the
-    parameter that the optimizer updates; `restored` is called after the state of a parameter has been restored.
+    parameter that the optimizer updates. `restored` is called after the state of a parameter has been restored, except
+    by bitsandbytes' optimizers.
 
     Args:
         make: function (parameter groups) -> optimizer: the class that the yaml names, or a partial of it.

@@ -2,10 +2,10 @@
 freed.
 
 This saves the memory of the gradients, 4 bytes per parameter (2 with 16-bit weights), because few gradients exist at
-the same time. Techniques that need all complete gradients before the first update are refused: clipping by the global
-norm, loss scaling (an overflow would be known only at the end of backward), gradient accumulation, several devices, and
-skipping a step whose loss or gradient is not finite. Precisions that run the optimizer on the host are refused, too.
-Source: Lv et al. 2023, arXiv 2306.09782.
+the same time. Techniques that need the final gradients of all weights before the first update are refused: clipping by
+the global norm, loss scaling (an overflow would be known only at the end of backward), gradient accumulation, several
+devices, and skipping a step whose loss or gradient is not finite. Precisions that run the optimizer on the host are
+refused, too. Source: Lv et al. 2023, arXiv 2306.09782.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer

@@ -1,15 +1,16 @@
 """The interface of a strategy: how the model and the data are divided over processes, and the collectives for this.
 
-`process_group.py` creates the strategy. Code that builds, trains, evaluates or saves a model gets the strategy as
-`ranks`, for example as `CausalLM.ranks`. The methods are in the order in which a run calls them; the implementations in
-this module are for a single process. These are the classes of strategies, which use torch's sharding and collectives:
+`process_group.py` creates the strategy of a run. Code that builds, trains, evaluates or saves a model gets the strategy
+as `ranks`, for example as `CausalLM.ranks`. `OneDevice` implements all methods for a single process. Its subclasses use
+torch's sharding and collectives:
 
     OneDevice             this module: strategy=auto
       Several             `several.py`: base class of strategies with several processes, one process per device
         DataParallel      `ddp.py`: each process has the full model, and reads different data
         Divided           `several.py`: base class of strategies in which a process has only a part of the parameters
           FullyShard      `fsdp.py`: each weight, gradient and optimizer state is sharded over all processes
-          TensorParallel  `tensor_parallel.py`: each matrix is sharded; with FSDP over groups: `fsdp_tensor_parallel.py`
+          TensorParallel  `tensor_parallel.py`: each process computes with its shard of each matrix
+            FullyShardTensorParallel  `fsdp_tensor_parallel.py`: tensor parallelism in groups, FSDP over the groups
           Pipeline        `pipeline.py`: each process has some of the blocks
 """
 
@@ -40,15 +41,16 @@ class OneDevice:
     several = False  # True: there may be more than one process
     rank, size = 0, 1  # this process's rank, and the number of processes
     data_rank, data_size = 0, 1  # rank and number of processes that read different data
-    side: Side = "device"  # where parameters and gradients are stored between passes, and where the optimizer runs
+    # "host": parameters and gradients are in host memory between passes, and the CPU runs the optimizer
+    side: Side = "device"
     divides = False  # True: a process has only a part of the parameters
-    shards_matrices = False  # True: a process has a shard of each matrix; False: each of its matrices is complete
+    shards_matrices = False  # True: a process may have only a shard of a matrix; False: its matrices are complete
     adds_in_blocks = False  # True: a forward pass sums activations over the ranks inside a block
     overlaps_micro_batches = False  # True: several micro-batches of a window are in progress at the same time
-    widens = False  # True: rank 0 may send weights in fewer bits, and each rank converts them to the run's dtype
+    widens = False  # True: rank 0 may send weights with fewer bits than the run's dtype; each rank converts its shard
     in_numbers = True  # True: before `shard`, every rank has the values of the weights; False: only rank 0 has them
     builds = True  # True: this rank loads or initializes the weights; False: it receives the weights from rank 0
-    neediest = (0,)  # the ranks to trace: the rank with the highest memory peak is one of them
+    neediest = (0,)  # ranks to trace for a memory plan: one of them has the highest peak
     factor = 1.0  # multiplies the loss, to undo torch's averaging of gradients over this number of ranks
 
     def __init__(self, device: str = "cpu", devices: int = 1) -> None:
@@ -88,16 +90,16 @@ class OneDevice:
         return nullcontext()
 
     def widen(self, read: torch.dtype, dtype: torch.dtype) -> None:
-        """Called if rank 0 has loaded weights in fewer bits than the run's dtype. Args: read: dtype of the loaded
-        weights; dtype: the run's dtype, to which each rank converts its shard."""
+        """Called only on rank 0, if it has loaded weights with fewer bits than the run's dtype. Args: read: dtype of
+        the loaded weights; dtype: the run's dtype, to which each rank converts its shard."""
 
     def sent_as(self, tensor: Tensor) -> torch.dtype:
         """Returns the dtype that a tensor of the loaded model will have in the run."""
         return tensor.dtype
 
     def shard(self, module: LightningModule) -> None:
-        """Replaces the module's parameters by this rank's shards. Before this call, every rank has the full module: on
-        the host if `builds` is True, otherwise on the meta device."""
+        """Replaces the module's parameters by this rank's shards, if the strategy `divides` the model. Before this
+        call, every rank has the full module: on the host if `builds` is True, otherwise on the meta device."""
 
     def lightning(self) -> Strategy:
         """Returns the strategy for Lightning's Trainer: a strategy for one device, even if there are several ranks."""
@@ -132,13 +134,13 @@ class OneDevice:
         """Called after the last backward pass of a window. Sets `grad` of the parameters that `local` returns."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Returns the global L2 norm of the gradients over all ranks, in which each element counts once. Args:
-        parameters: local parameters that have a gradient."""
+        """Returns the global L2 norm of the gradients of all ranks. An element that several ranks have counts once.
+        Args: parameters: local parameters that have a gradient."""
         return norm_of_all(parameters)
 
     def clear_gradients(self) -> None:
-        """Frees or resets all gradients other than the gradients of local parameters. Called after each step, also
-        after a skipped step, once the gradients of local parameters are freed."""
+        """Frees or resets all gradients other than the gradients of local parameters. Called after the backward passes
+        of each window, also if the step was skipped, once the gradients of local parameters are freed."""
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
@@ -200,4 +202,4 @@ class OneDevice:
         """Waits until every rank has called this."""
 
 
-ONE_DEVICE = OneDevice()  # stateless, so one object is enough
+ONE_DEVICE = OneDevice()  # never changes, so all callers share it

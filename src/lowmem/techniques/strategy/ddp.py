@@ -21,8 +21,8 @@ from lowmem.techniques.strategy.several import Several
 
 
 class DataParallel(Several):
-    """Data parallelism with torch's DDP. Gradients become views of DDP's buckets before the first window, so there is
-    never a second copy of the gradients."""
+    """Data parallelism with torch's DDP. Gradients become views of DDP's buckets before the first window, so memory
+    never holds a second copy of all gradients."""
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
@@ -39,8 +39,8 @@ class DataParallel(Several):
         self._make_gradients([p for _, p in named])
         for _, p in named:
             p.grad = None
-        # Rebuild the buckets now. Otherwise DDP would rebuild them before the second window, with two copies of all
-        # gradients in memory.
+        # Rebuild the buckets now, while no gradient refers to the old ones. DDP would otherwise rebuild them in a later
+        # forward pass, when gradients keep the old buckets in memory.
         rebuild_buckets(self.forward)
         self._make_gradients([p for _, p in named])
         self._idle = {name for name, _ in named}
@@ -59,9 +59,10 @@ class DataParallel(Several):
 
     def _make_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Creates zero gradients and reduces them once, so that they become views of DDP's buckets. Otherwise the first
-        micro-batches of a window, whose gradients are not reduced, would create gradients outside of the buckets."""
+        micro-batches of the first window, whose gradients are not reduced, would create gradients outside of the
+        buckets."""
         self.forward.reducer.prepare_for_backward([])
-        # in reverse, which is about the order of a backward pass, because DDP assigns buckets in the order of gradients
+        # in reverse, about the order of a backward pass: DDP assigns parameters to buckets in the order of gradients
         for p in reversed(parameters):
             p.backward(torch.zeros_like(p))
 
@@ -86,7 +87,7 @@ class DataParallel(Several):
             ) from None
         for p, local in self._locals.items():
             local.grad = p.grad
-        # all ranks must round with equal random numbers, because otherwise their weights would diverge
+        # all ranks must round with equal random numbers, otherwise their weights would diverge
         if self._module.trainer.precision_plugin.draws:
             cards = [torch.cuda.current_device()] if self.device == "cuda" else []
             self._step.enter_context(torch.random.fork_rng(cards))

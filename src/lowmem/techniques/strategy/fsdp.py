@@ -47,8 +47,8 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
     wider, because sums in 16 bits would lose small gradients.
 
     Args:
-        module: its model is sharded in place.
-        mesh: the ranks.
+        module: its model is sharded in place, and its loss is wrapped by `Resharding`.
+        mesh: the ranks over which parameters are sharded.
         offload: True: keep the shards in host memory.
         pinned: True: pin this host memory.
     """
@@ -62,12 +62,12 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
 
 
 class Resharding(Loss):
-    """Wraps the loss of a module, so that after a forward pass without gradients the model's root is sharded again.
+    """Wraps the loss of a module, and reshards the weights outside the blocks after a forward pass without gradients.
 
-    After a forward pass, fully_shard leaves the weights of the root gathered for the backward pass. The root is the
-    model without its blocks. Without a backward pass its weights would stay gathered, and other code would see full
-    parameters. A hook reshards the root at the end of a forward pass without gradients. A loss may read the head's
-    weight itself after the forward pass, so within a loss the root is resharded only when the loss returns.
+    fully_shard leaves these weights gathered after a forward pass, for the backward pass. If no backward pass follows,
+    they would stay gathered, and other code would see full parameters. So a hook reshards them at the end of each
+    forward pass without gradients. A loss may read the head's weight after the forward pass. During a call of the loss
+    the hook therefore does nothing, and the weights are resharded when the loss returns.
     """
 
     def __init__(self, module: LightningModule) -> None:

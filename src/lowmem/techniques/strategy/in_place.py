@@ -1,7 +1,8 @@
 """A Lightning strategy for a single device that leaves the model on the device when a run ends.
 
-Lightning's SingleDeviceStrategy copies all weights and optimizer state to the host when a run ends (12 bytes per
-parameter with AdamW in fp32). But an export after the run needs host memory for only one weight file at a time.
+When a run ends, Lightning's SingleDeviceStrategy copies all weights and optimizer state to the host, which takes 12
+bytes of host memory per parameter with AdamW in fp32. Without this copy, an export after the run needs host memory for
+only one weight file at a time.
 """
 
 from collections.abc import Mapping
@@ -12,19 +13,20 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
 class InPlace(SingleDeviceStrategy):
-    """A single-device strategy that leaves the model and the optimizer state where they are."""
+    """A single-device strategy that leaves the model and the optimizer state where they are when a run ends."""
 
     strategy_name = "in_place"
 
     @property
     def root_device(self) -> torch.device:
-        """Returns the accelerator's device. Lightning sets the accelerator after it has created the strategy."""
+        """Returns the accelerator's device. It is a property, because Lightning sets the accelerator only after it has
+        created the strategy."""
         on_card = isinstance(self.accelerator, CUDAAccelerator)
         return torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
-        """Restores optimizer state directly in the memory where the optimizer keeps it, such as host memory for the
-        state of masters."""
+        """Restores optimizer state directly into the memory where the optimizer keeps it, for example into host memory
+        for the state of masters."""
         self.lightning_module.load_optimizer(self.optimizers[0], checkpoint)
 
     def teardown(self) -> None:

@@ -2,16 +2,15 @@
 
     1. all ranks build the modules (`Divided.building`): rank 0 with weights, other ranks on the meta device, without
        memory for the weights
-
     2. rank 0 detaches its weights (`detach_weights`); now the model is on the meta device on all ranks
     3. the strategy shards the meta model (`lay_out`), and each rank allocates its shards (`allocate_on`)
     4. rank 0 broadcasts one full tensor at a time and frees it; each rank copies its shard (`receive_weights`)
 
-So each rank needs memory for its shards and one full tensor. If the files have fewer bits than the run's dtype and the
-strategy has `widens`, rank 0 does not convert the weights: the weights stay pages of memory-mapped files, which the
-system may drop. They are broadcast in the dtype of the files, and each rank converts its shard while copying it. In all
-other cases, for example with randomly initialized weights, rank 0 needs memory for the full model. Costs the time to
-broadcast the model once.
+So each rank needs memory for its shards and one full tensor. Rank 0 also needs memory for the full model, unless its
+weights stay pages of memory-mapped files, which the operating system can evict (`model/loading.py`). Files in the run's
+dtype stay mapped. Files with fewer bits stay mapped if the strategy has `widens` and the run trains no adapter: rank 0
+broadcasts the weights in the dtype of the files, and each rank converts its shard while copying it. Randomly
+initialized weights are never mapped. Costs the time to broadcast the model once.
 
 torch's `set_model_state_dict(broadcast_from_rank0=True)` sends tensor by tensor too, but rank 0 keeps the full model in
 memory, in addition to its shards, until the last tensor is sent. It also omits non-persistent buffers, and supports
@@ -32,8 +31,8 @@ Numbers = dict[str, Tensor]
 
 
 def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
-    """Runs a function on the ranks that have the loaded model, and returns rank 0's result on all ranks. Raises:
-    Refused: on all ranks, if the function raised Refused on rank 0."""
+    """Runs a function on ranks that have the loaded model (in a run only rank 0), and returns rank 0's result on all
+    ranks. Raises: Refused: on all ranks, if the function raised Refused on rank 0."""
     result = None
     if ranks.builds:
         try:
@@ -46,8 +45,8 @@ def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
 
 
 def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
-    """Replaces all parameters and buffers of a model by meta tensors in the run's dtype. Returns: name -> original
-    tensor; a tied parameter is listed once."""
+    """Replaces all parameters and buffers of rank 0's model by meta tensors in the run's dtype. Returns: name ->
+    original tensor; a tied parameter is listed once."""
     numbers = {}
     for name, p in model.named_parameters():
         detached = nn.Parameter(torch.empty_like(p, device="meta", dtype=ranks.sent_as(p)), p.requires_grad)
@@ -60,17 +59,18 @@ def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
 
 
 def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.Module] = ()) -> None:
-    """Allocates memory for this rank's shards. Parameter objects stay the same.
+    """Allocates memory for this rank's shards and buffers, without setting values. Parameter objects stay the same.
 
     Args:
         model: the model, on the meta device.
         device: device of the shards.
-        elsewhere: modules whose own tensors only other ranks have.
+        elsewhere: modules whose own tensors (without submodules) only other ranks have; they stay on the meta
+            device.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        # reversed, because fully_shard allocates all parameters of a block at the block's own module
+        # submodules first: at a block's own module, fully_shard takes over the new memory of all parameters in it
         for module in reversed([*model.modules()]):
             if module not in elsewhere:
                 module.to_empty(device=device, recurse=False)
@@ -80,7 +80,7 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
-    """Broadcasts the weights from rank 0 into all ranks' shards. Args: numbers: on rank 0 the result of
+    """Broadcasts the weights and buffers from rank 0 into all ranks' shards. Args: numbers: on rank 0 the result of
     `detach_weights`, which this call empties; ignored on other ranks."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: buffer for name, _, _, buffer in buffers(model)}
@@ -92,10 +92,10 @@ def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> Non
 
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
-    """Checks that all ranks have the parameters of rank 0, with equal shapes and dtypes. Loading weights on rank 0 may
-    have changed its model, for example by untying a weight. Raises: Refused."""
+    """Checks that this rank has the parameters of rank 0, with equal shapes and dtypes. Loading weights on rank 0 may
+    have changed its model, for example by untying a weight. Raises: Refused: never on rank 0."""
     ours = {name: (p.shape, ranks.sent_as(p)) for name, p in model.named_parameters()}
-    theirs = ranks.broadcast(ours)  # rank 0's parameters, which each rank compares with its own
+    theirs = ranks.broadcast(ours)  # rank 0's parameters
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
         raise Refused(
             f"strategy: {differing[0]} of {type(model).__name__} differs between the stored weights and the model's "
@@ -115,8 +115,8 @@ def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields (full name, module, name in the module, buffer) of all buffers, including non-persistent buffers. A buffer
-    that several modules share is listed once for each module."""
+    """Yields (full name, module, name in the module, buffer) for all buffers, including non-persistent buffers. A
+    buffer that several modules share is listed once for each module."""
     for path, holder in model.named_modules():
         for key, buffer in list(holder.named_buffers(recurse=False, remove_duplicate=False)):
             yield f"{path}.{key}".lstrip("."), holder, key, buffer
@@ -128,10 +128,9 @@ def shard_and_send(
     """Shards the model, and sends rank 0's weights into all ranks' shards.
 
     Args:
-        model: the model: with weights on rank 0, on the meta device on other ranks.
+        model: the model, with weights on rank 0 and on the meta device on other ranks.
         ranks: the strategy.
-        lay_out: function that shards the meta model. Returns the modules whose own tensors only other ranks have; None:
-            there are no such modules.
+        lay_out: function that shards the meta model, and returns the argument `elsewhere` of `allocate_on`, or None.
         device: device of the shards.
 
     Raises:
@@ -142,6 +141,6 @@ def shard_and_send(
     elsewhere = lay_out()
     allocate_on(model, device, elsewhere or ())
     receive_weights(model, numbers, ranks)
-    # also send state that only rank 0 has: the loaded generation config, and the random state after initialization
+    # other state that only rank 0 has: the loaded generation config, and the random state after initialization
     model.generation_config = ranks.broadcast(getattr(model, "generation_config", None))
     torch.set_rng_state(ranks.broadcast(torch.get_rng_state()))

@@ -1,9 +1,9 @@
 """Converts torch.distributed's errors about a lost or silent rank into a message that names the collective.
 
-gloo and NCCL only report a closed socket, or a timeout in milliseconds. `rank_lost`, which `process_group.py` calls in
-the rank, finds the collective and its caller in the traceback. But NCCL's watchdog thread aborts the process without a
-traceback. So the launcher parses the log output of the rank (`watchdog_message`). The launcher does not import torch,
-and therefore this module does not import torch either.
+gloo and NCCL only report a closed socket, or a timeout in milliseconds. `process_group.py` calls `rank_lost`, which
+finds the collective and its caller in the traceback. But NCCL's watchdog thread aborts the process without a traceback.
+So the launcher also parses the log output of the ranks (`watchdog_message`). The launcher does not import torch, so
+this module does not import torch either.
 """
 
 import re
@@ -26,7 +26,7 @@ WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNu
 
 def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
     """Returns the error to raise in place of an error of torch.distributed; None: neither the error nor any of its
-    causes comes from torch.distributed.
+    causes is such an error.
 
     Args:
         error: the error, or a later error that has it as its cause or context, such as an error during cleanup.
@@ -76,8 +76,8 @@ def watchdog_message(words: str) -> str | None:
 
 def collective(frames: traceback.StackSummary) -> str:
     """Returns a description of the innermost public function of torch.distributed on the stack, and of its caller in
-    lowmem. DDP's all-reduce runs inside the autograd engine, without a Python frame of its own, and is recognized by
-    the frame that started backward."""
+    lowmem. DDP's all-reduce runs inside the autograd engine, without a Python frame, and is recognized by the frame
+    that started backward."""
     names = [frame.name for frame in frames if _in_torch(frame) and _is_public(frame.name)]
     if names:
         call = names[-1]

@@ -5,14 +5,17 @@
     Rowwise      sharded by features     replicated                       of the output, in forward
     Embedding    token ids               replicated                       of the output: only one rank has a token's row
 
-The head is Colwise too: its logits are gathered, or stay sharded for a loss that reads the head in tiles (`HeadShard`).
+A sharded head is Colwise too: its logits are gathered, or stay sharded for a loss that reads the head in tiles
+(`HeadShard`).
 
-torch's `parallelize_module` applies the styles. Parameters are DTensors, and DTensor does the collectives. Matrix
-products use plain tensors, so code that observes operators (memory tracker, selective checkpointing) sees the operators
-that it sees in a run without sharding. torch's own styles, ColwiseParallel and RowwiseParallel, multiply DTensors. In a
-measurement torch's styles took twice the host time per block, and every rank had embedding gradients of full size. The
-backward pass of a block needed five all-reduces instead of two, because query, key and value each reduce the gradient
-of their common input. torch's styles support neither GPT-2's Conv1D nor its fused matrices.
+torch's `parallelize_module` applies the styles. Sharded parameters are DTensors, and the layers use DTensor's
+collectives. Matrix products use plain tensors, so code that observes operators (memory tracker, selective
+checkpointing) sees the same operators as in a run without sharding.
+
+torch's own styles, ColwiseParallel and RowwiseParallel, multiply DTensors. In a measurement torch's styles took twice
+the host time per block, and every rank had embedding gradients of full size. The backward pass of a block needed five
+all-reduces instead of two, because layers with a common input (query, key and value; gate and up) each reduced their
+gradient of this input. torch's styles support neither GPT-2's Conv1D nor its fused matrices.
 """
 
 from collections.abc import Iterator
@@ -39,24 +42,25 @@ class Group:
 
     def entering(self, x: Tensor) -> Tensor:
         """Returns x as a tensor whose gradient is all-reduced in backward. Layers with a common input, such as query,
-        key and value, get the same tensor object, so that their gradients are summed locally and all-reduced once.
-        Args: x: a tensor that is equal on all ranks."""
+        key and value, get the same tensor object, so that autograd sums their gradients of this input on each rank, and
+        one all-reduce follows. Args: x: a tensor that is equal on all ranks."""
         if id(x) not in self._entered:
             entered = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             self._entered[id(x)] = x, entered
         return self._entered[id(x)][1]
 
     def leaving(self) -> None:
-        """Drops the reference to the last input of `entering`. Called after all layers that share this input."""
+        """Drops the references to the inputs of `entering`. Called by the layer that follows the layers with a common
+        input (`Rowwise`), and by a layer that gathers its output."""
         self._entered.clear()
 
     def redistributed(self, x: Tensor, before: Placement, after: Placement) -> Tensor:
-        """Returns the local tensor after DTensor has changed the placement, with the collectives that this needs."""
+        """Changes the placement of a local tensor with DTensor's collectives, and returns the new local tensor."""
         return DTensor.from_local(x, self.mesh, [before]).redistribute(self.mesh, [after]).to_local()
 
     def placed(self, shard: Tensor, full: Tensor, dim: int) -> DTensor:
-        """Returns a shard as a DTensor. Args: shard: this rank's shard; full: a tensor of the full shape; dim: the
-        sharded dimension."""
+        """Returns a shard as a DTensor. Args: shard: this rank's shard; full: a tensor with the full shape and strides;
+        dim: the sharded dimension."""
         return DTensor.from_local(shard, self.mesh, [Shard(dim)], shape=full.shape, stride=full.stride())
 
     def shard(self, layer: nn.Module, name: str, dim: int, fused: int = 1) -> None:
@@ -79,8 +83,8 @@ class Group:
 
 
 def swapped(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
-    """Reorders a dimension of `outer` x `inner` pieces to `inner` x `outer` pieces. With (matrices, ranks) this sorts
-    the pieces of fused matrices by rank; with (ranks, matrices) it restores the original order."""
+    """Reorders a dimension of `outer` x `inner` equal pieces to `inner` x `outer` pieces. With (matrices, ranks) this
+    sorts the pieces of fused matrices by rank; with (ranks, matrices) it restores the original order."""
     return tensor.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
@@ -131,7 +135,7 @@ class Rowwise(ParallelStyle):
             self.group.leaving()
             x = self.group.redistributed(x, Replicate(), Shard(x.dim() - 1)) if self.split else x
             product = self.group.redistributed(F.linear(x, _local(layer)), Partial(), Replicate())
-            # keeps the dtype of the product, as a linear layer under autocast does
+            # the result has the dtype of the product, as in a linear layer under autocast
             return product if layer.bias is None else product + layer.bias.to(product.dtype)
 
         layer.forward = forward

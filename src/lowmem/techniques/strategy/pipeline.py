@@ -4,22 +4,22 @@
     stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B, T, H) are sent to the next stage,
     stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
-Each device stores the weights, gradients and optimizer state of its own stage only. Only hidden states, their
-gradients, and the gradients of tied weights are sent, which is the least communication of all strategies that divide a
-model. Costs idle time while the pipeline fills and drains: (S - 1) / (n + S - 1) of a step, for S stages and n
-micro-batches. GPipe stores the activations of all n micro-batches. 1F1B starts backward as early as possible, and
-stores the activations of at most S micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021,
-arXiv 2104.04473; torch.distributed.pipelining.
+Each device stores the weights, gradients and optimizer state of its own stage only. The stages send hidden states,
+their gradients, and the gradients of tied weights (with stochastic rounding also the tied weights). This is the least
+communication of all strategies that divide a model. Costs idle time while the pipeline fills and drains: (S - 1) / (n +
+S - 1) of a step, for S stages and n micro-batches. GPipe stores the activations of all n micro-batches. 1F1B starts
+backward as early as possible, and stores the activations of at most S micro-batches. Source: Huang et al. 2019, arXiv
+1811.06965; Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
 
 Each stage runs in its own process, with these objects:
 
     Stage            `stages.py`: makes the Hugging Face model compute one stage
     WindowOfStage    runs a window's micro-batches through the stage
-    schedule         torch's GPipe or 1F1B: decides the order of forward and backward passes, and does the sends
+    schedule         torch's GPipe or 1F1B: orders the forward and backward passes, sends and receives
 
-All stages read the same rows. A weight that is tied between the first and the last stage is on both stages. Its
-gradients are summed before the step, so both copies stay equal. In an evaluation, one micro-batch at a time passes
-through all stages.
+All stages read the same rows. If embedding and head are tied, the first and the last stage each have a copy of the
+weight. The gradients of both copies are summed before the step, so the copies stay equal. In an evaluation, one
+micro-batch at a time passes through all stages.
 """
 
 import logging
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 HEADS = ("labels", "logits_to_keep", "return_dict")  # arguments of a causal LM that its body does not accept
-SHOWN = 16  # tokens per row of the micro-batch with which the stages are compared with the full model
+SHOWN = 16  # tokens per row of the micro-batch on which the stages must agree with the full model
 
 
 class Pipeline(Divided):
@@ -73,9 +73,15 @@ class Pipeline(Divided):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def shard(self, module: LightningModule) -> None:
-        """Reduces the model to this rank's stage, in place. Raises: Refused: the model cannot be divided into stages,
-        the stages compute different results than the model, a stage has no trained weights, or the model adds an
-        auxiliary loss."""
+        """Reduces the model to this rank's stage, in place. Also replaces the module's loss by `evaluated`, and wraps
+        the model's forward pass (`_answering`), so that both go through all stages. In training, the last stage calls
+        the original loss.
+
+        Raises:
+            Refused: the model cannot be divided into stages; the stages compute different results than the model; a
+                stage has no trained weights; the model adds an auxiliary loss; the logits that the loss computes differ
+                from the model's logits; or this rank's parameters differ from the parameters of rank 0.
+        """
         model, self.module = module.model, module
         division = from_names(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).to_names(model)))
         load_in_parts.shard_and_send(model, self, lambda: self._cut(module, division), self.place)
@@ -84,7 +90,8 @@ class Pipeline(Divided):
         log.info(self._describe_stages(division))
 
     def _cut(self, module: LightningModule, division: Division) -> set[nn.Module]:
-        """Reduces the meta model to this rank's stage. Returns: the modules whose own tensors only other ranks have."""
+        """Reduces the meta model to this rank's stage, and replaces the module's loss. Returns: the modules whose own
+        tensors (without submodules) only other ranks have."""
         self.stage, self.loss = Stage(module.model, division, self.rank), module.loss
         module.loss = Function(self.evaluated)
         elsewhere = division.elsewhere(self.rank)
@@ -99,7 +106,8 @@ class Pipeline(Divided):
         return division
 
     def _check(self, module: LightningModule, division: Division) -> None:
-        """Compares the stages with the full model. Raises: Refused."""
+        """Checks that the model adds no auxiliary loss, that each stage has trained weights, and that the stages and
+        the loss compute the logits of the full model. Raises: Refused."""
         model = module.model
         if asked_for(model):
             raise refused(model, "adds an auxiliary loss, which the last stage can compute only for its own blocks")
@@ -128,7 +136,7 @@ class Pipeline(Divided):
     def neediest(self) -> tuple[int, ...]:
         """Returns the stages that may need the most memory: the first (embedding), the last (logits), the stage with
         the most bytes of weights, and the stage with the most activations. With 1F1B, stage s of S (counted from 0)
-        stores the activations of S - s micro-batches."""
+        stores the activations of up to S - s micro-batches."""
         cuts, stages = self.stage.division.cuts, range(self.size)
         stored = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
         most = (max(stages, key=stored.__getitem__), max(stages, key=self.stage.division.bytes))
@@ -151,7 +159,7 @@ class Pipeline(Divided):
 
     def run_window(self, window: Window) -> tuple[Tensor, None]:
         """Runs forward and backward of all micro-batches. Returns: the sum of the losses, on every stage; and None in
-        place of auxiliary losses, because a pipeline refuses models with auxiliary losses."""
+        place of the auxiliary losses, because a pipeline refuses models that add one."""
         work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
@@ -164,9 +172,10 @@ class Pipeline(Divided):
 
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
         """Creates torch's schedule. Each window needs a new schedule, because the buffers of a schedule are for a fixed
-        number and length of micro-batches. For a new schedule torch exchanges shapes between the stages: a small
-        message from the first stage to the last and back. With fewer micro-batches than stages GPipe is used, because
-        torch's 1F1B refuses so few micro-batches, and would not store fewer activations."""
+        number and length of micro-batches. A new schedule costs a small message from the first stage to the last and
+        back, with which torch checks that all stages know the shapes of their inputs and outputs. With fewer
+        micro-batches than stages GPipe is used, because torch's 1F1B refuses so few micro-batches, and would not store
+        fewer activations."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
@@ -185,14 +194,16 @@ class Pipeline(Divided):
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluated(self, model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-        """Computes a micro-batch's loss without gradients, through all stages. Returns: the loss, on every stage."""
+        """The module's loss in evaluations: computes a micro-batch's loss without gradients, through all stages.
+        Returns: the loss, on every stage."""
         inputs = micro_batch.inputs | {"use_cache": False}
         loss = self._through(inputs, lambda: self.loss(model, micro_batch))
         return self._of_last(torch.zeros((), device=micro_batch.labels.device) if loss is None else loss)
 
     def _answering(self, forward: Callable[..., ModelOutput]) -> Callable[..., ModelOutput]:
-        """Wraps the model's forward pass for code that calls the model without gradients on all stages, such as samples
-        or a user's metric. The wrapped forward pass goes through all stages, and returns the logits on every stage."""
+        """Wraps the model's forward pass for code that calls the model in eval mode without gradients, on all stages at
+        the same time, such as samples (`report/sample.py`) and user-defined metrics (`report/own_metric.py`). The
+        wrapped forward pass goes through all stages, and returns the logits on every stage."""
 
         @wraps(forward)
         def answered(*args, **kwargs) -> ModelOutput:
@@ -206,8 +217,9 @@ class Pipeline(Divided):
         return answered
 
     def _room(self, tensor: Tensor | None) -> Tensor:
-        """Returns, on every stage, a buffer with the shape and dtype of a tensor of the last stage; on the last stage
-        the tensor itself. Args: tensor: the tensor on the last stage; None on other stages."""
+        """Returns a buffer into which the last stage's tensor can be broadcast: an empty tensor of its shape and dtype;
+        on the last stage the tensor itself, contiguous. Args: tensor: the tensor on the last stage; None on other
+        stages."""
         box = [None if tensor is None else (tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(box, self.size - 1, device=torch.device("cpu"))
         shape, dtype = box[0]
@@ -218,7 +230,7 @@ class Pipeline(Divided):
 
         Args:
             inputs: arguments of the model's body.
-            last: function that is called on the last stage, in place of the body.
+            last: called on the last stage, in place of the body.
 
         Returns:
             The result of `last` on the last stage; None on other stages.
@@ -268,7 +280,7 @@ class Pipeline(Divided):
 
 class WindowOfStage(nn.Module):
     """The module that torch's schedule calls on a stage: each call of `forward` computes the next micro-batch of a
-    window, from hidden states of the previous stage."""
+    window, from token ids and the hidden states of the previous stage."""
 
     def __init__(self, ranks: Pipeline, window: Window) -> None:
         super().__init__()
@@ -284,8 +296,8 @@ class WindowOfStage(nn.Module):
         """Computes the next micro-batch.
 
         Args:
-            arrived: hidden states (rows, H) of the previous stage; empty on the first stage.
-            number: (1,), index of the micro-batch. Not used, because it has no value in a trace with fake tensors.
+            arrived: hidden states (rows, H) of the previous stage; no argument on the first stage.
+            number: (1,), index of the micro-batch. Not used, because a fake tensor of a memory plan has no value.
 
         Returns:
             The loss on the last stage, otherwise the hidden states (rows, H) to send.
@@ -303,17 +315,18 @@ class WindowOfStage(nn.Module):
         return leaves
 
     def before_backward(self, loss: Tensor, _: Tensor | None = None) -> Tensor | None:
-        """Calls Lightning's hooks before a backward pass. On the last stage torch's schedule calls this right after the
-        forward pass; with GPipe the backward pass comes later. On other stages a hook calls this when the gradient of
-        the stage's output has arrived. Returns: on the last stage the loss divided by the window's weight and
-        multiplied by the loss scale; None on other stages."""
+        """Calls Lightning's hooks before a backward pass. On the last stage torch's schedule calls this method as its
+        loss function, right after a forward pass; with GPipe the backward pass comes later. On other stages a hook
+        calls this method when the gradient of the stage's output has arrived. Returns: on the last stage the loss
+        divided by the window's weight and multiplied by the loss scale; None on other stages."""
         self._backward = True
         scaled = self._precision.pre_backward(loss / self.window.weight, self.ranks.module)
         return scaled if self.ranks.stage.last else None
 
     def after_backward(self) -> None:
         """Calls Lightning's hooks after a backward pass, if `before_backward` was called since the last call of this
-        method. With GPipe these hooks are not called around each backward pass."""
+        method. Called before each forward pass and at the end of a window. So with GPipe, and at the end of a window
+        with 1F1B, these hooks are not called after each backward pass."""
         if self._backward:
             self._precision.post_backward(self.loss_sum, self.ranks.module)
         self._backward = False

@@ -1,7 +1,7 @@
 """Joins the process group before the model is built, creates the strategy, and leaves the group at the end of the run.
 
-The launcher has set torchrun's environment variables (world size, master address). Without these variables there is a
-single process.
+The launcher has set torchrun's environment variables (world size, master address). Without these variables, the group
+has a single process.
 """
 
 import logging
@@ -30,20 +30,20 @@ log = logging.getLogger(__name__)
 
 PLACES = ("output_dir", "cache_dir")  # keys whose values may differ between machines
 
-# (DDP's Reducer, group) of groups that could not be freed, because an error's traceback still referred to DDP. Each
+# (DDP's Reducer, group) for groups that could not be freed, because an error's traceback still referred to DDP. Each
 # group has three threads. The next call of `leave` frees the groups whose Reducer has been freed.
 _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
 def process_group(run: Run) -> Iterator[OneDevice]:
-    """Context manager that joins the process group, yields the strategy, and leaves the group, also after an error. A
-    strategy for a single process (strategy=auto) is yielded without a group. With NCCL and several ranks, the group
-    instead stays open after an error until the process ends (`_waits_for_others`). Args: run: checked settings, with a
+    """Context manager that joins the process group, yields the strategy, and leaves the group at the end, also after an
+    error. Exception: with NCCL and several ranks, the group stays open after an error until the process ends
+    (`_waits_for_others`). With strategy=auto, yields the strategy without a group. Args: run: checked settings, with a
     known device.
 
     Raises:
-        Refused: another rank has different code or settings.
+        Refused: another rank has different code, settings, or versions of torch or transformers.
         RankLost: another rank has exited, does not respond or did not join, or another program took the port of the
             rendezvous.
     """
@@ -93,15 +93,15 @@ def leave(ranks: OneDevice | None = None) -> None:
 
 def _waits_for_others(run: Run) -> bool:
     """Returns True if leaving the group might block. With NCCL, leaving waits for collectives in progress, and so for
-    ranks that in turn wait for this process. A process with an error could then not report the error. A group that is
-    not left is aborted when the process ends."""
+    ranks that in turn wait for this process. A process with an error could then not report the error. If the process
+    does not leave the group, the group is aborted when the process ends."""
     return run.device == "cuda" and dist.get_world_size() > 1
 
 
 def _join(run: Run) -> dist.Store:
     if run.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # gloo runs collectives of host tensors; NCCL's collectives would make the card wait
+    # gloo runs collectives of host tensors, because NCCL's collectives would make the card wait
     backend = "cpu:gloo,cuda:nccl" if run.device == "cuda" else "gloo"
     limit = timedelta(seconds=run.strategy.timeout)
     store, number, size = (
@@ -139,7 +139,7 @@ def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:
 
 
 def _code() -> str:
-    """Returns a SHA-256 digest of the package's source files."""
+    """Returns a SHA-256 digest of the content of the package's Python files."""
     digest = sha256()
     for file in sorted(Path(lowmem.__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())

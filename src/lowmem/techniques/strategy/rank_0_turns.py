@@ -1,10 +1,11 @@
 """Makes other ranks wait for work of rank 0, without a time limit but with a check that rank 0 is alive.
 
-Neither a collective nor a wait in torch's store can be used: a collective has a timeout, and during a wait in the store
-Python handles no signals. So ranks poll the store. A turn is one piece of work of rank 0, and has a key in the store:
+A collective has a timeout, and during a wait in torch's store Python handles no signals. So the other ranks poll the
+store. A turn is one piece of work of rank 0, and has a key in the store:
 
     rank 0         main thread: works, then sets the key of the turn to DONE or FAILED
-                   heartbeat thread: increments the value of BEAT every second, as long as the process runs
+                   heartbeat thread: increments the value of BEAT about every second, until the run ends; after an
+                   error the main thread sets BEAT to FAILED
     other ranks    polling thread (`_Look`): reads both keys
                    main thread: waits for the polling thread, handles signals; raises RankLost if the
                    heartbeat stops or rank 0 has failed
@@ -21,8 +22,8 @@ from lowmem.system.errors import RankLost
 
 BEAT = "rank 0"  # key in the store; its value is the number of heartbeats, or FAILED
 DONE, FAILED = "done", "failed"
-EVERY = 1.0  # seconds between heartbeats
-LOOK = 0.1  # maximum seconds between two polls; the first pauses are shorter
+EVERY = 1.0  # maximum seconds between heartbeats, and maximum seconds to wait for a thread to end
+LOOK = 0.1  # maximum seconds between two polls; the first pauses between polls are shorter
 
 
 class Turns:
@@ -45,7 +46,8 @@ class Turns:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Context manager in which a thread of rank 0 writes heartbeats. Does nothing on other ranks."""
+        """Context manager in which a thread of rank 0 writes heartbeats. After an error, sets BEAT to FAILED. Does
+        nothing on other ranks."""
         if not self.first:
             yield
             return
@@ -58,8 +60,8 @@ class Turns:
             outcome = DONE
         finally:
             ended.set()
-            # Join the thread: a later heartbeat would overwrite FAILED, and a thread that is inside the store when
-            # Python ends aborts the process.
+            # Join the thread, because a later heartbeat would overwrite FAILED, and a thread that still calls the store
+            # when Python ends would abort the process.
             thread.join(EVERY)
             if outcome == FAILED:
                 self._say(BEAT, FAILED)
@@ -81,14 +83,14 @@ class Turns:
             self._say(turn, outcome)
 
     def _say(self, key: str, value: str) -> None:
-        with suppress(RuntimeError):  # the store's process is gone; the next collective raises an error
+        with suppress(RuntimeError):  # the process that hosts the store is gone; the next collective raises an error
             self.store.set(key, value)
 
     def wait(self, turn: str, work: str) -> None:
-        """Waits until rank 0 has done a turn. Args: turn: the turn's key; work: description of the work, for messages.
+        """Waits until rank 0 has done a turn. Args: turn: the turn's key; work: name of the work, for messages.
 
         Raises:
-            RankLost: rank 0 has failed or ended, or sends no heartbeats.
+            RankLost: rank 0 has failed or exited, or sends no heartbeats.
         """
         look = _Look(self.store, turn)
         beat, since = None, time.monotonic()
@@ -113,14 +115,14 @@ class _Look:
 
     def __init__(self, store: dist.Store, turn: str) -> None:
         self.store, self.turn = store, turn
-        # ended: set when the turn or the polling has ended; how: the turn's outcome; beat: the last heartbeat
+        # ended: set when the polling has ended, or to end it; how: the turn's outcome; beat: the last value of BEAT
         self.ended, self.how, self.beat = threading.Event(), FAILED, None
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()
 
     def _look(self) -> None:
         pause = 0.001
-        with suppress(RuntimeError):  # the store's process is gone
+        with suppress(RuntimeError):  # the process that hosts the store is gone
             while not self.store.check([self.turn]) and self.beat != FAILED and not self.ended.wait(pause):
                 self.beat = self.store.get(BEAT).decode()
                 pause = min(2 * pause, LOOK)

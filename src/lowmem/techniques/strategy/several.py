@@ -1,7 +1,7 @@
 """Base classes of strategies with several processes, one process per device.
 
 In each process Lightning sees a run on a single device (`AmongSeveral`). Lightning's own multi-device strategies are
-not used: they start processes with separate folders, move shards between devices, and have their own checkpoint
+not used, because they start processes with separate folders, move shards between devices, and have their own checkpoint
 formats.
 """
 
@@ -82,7 +82,7 @@ class Several(OneDevice):
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
         # Ranks that read different rows draw different dropout masks; ranks that compute a row together draw equal
-        # masks. A CPU generator uses only the lower 32 bits of a seed.
+        # masks. The seeds differ in their lower 32 bits, because a CPU generator uses only these bits.
         torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
 
     def release(self) -> ref | None:
@@ -100,7 +100,7 @@ class Several(OneDevice):
 
     def moved(self) -> None:
         """Makes local parameters that are separate objects share the memory of the model's parameters again. Called
-        after Lightning has moved the parameters to the device."""
+        after Lightning has moved an undivided model to the device."""
         for p, local in self._locals.items():
             if local is not p:
                 local.data = p.detach()
@@ -145,8 +145,8 @@ class LocalParameters(nn.Module):
 
 
 class Divided(Several):
-    """Base class of strategies in which a process has only a part of the parameters: shards of DTensors, or some full
-    parameters.
+    """Base class of strategies in which a process has only a part of the parameters: shards (DTensors), or a subset of
+    the full parameters.
 
     Other code sees shards as plain tensors (`local`). If an optimizer's update is elementwise, updating the shards
     gives the same bits as updating the full tensor.
@@ -292,13 +292,13 @@ class AmongSeveral(InPlace):
         return self.ranks.broadcast(obj)
 
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
-        """Saves a checkpoint. Called on all processes: each writes its own shards, or rank 0 writes the full model if
-        the model is not sharded."""
+        """Saves a checkpoint. Called on all processes: each writes its own part of the model, or rank 0 writes the full
+        model if the strategy does not divide it."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
     def model_to_device(self) -> None:
-        """Moves the model to the device. If the model is sharded, moves only its buffers: shards are already on their
-        device, and torch refuses to move offloaded shards."""
+        """Moves the model to the device. If the strategy divides the model, moves only its buffers: parameters are
+        already on their device, and torch refuses to move offloaded shards."""
         if not self.ranks.divides:
             super().model_to_device()
             self.ranks.moved()

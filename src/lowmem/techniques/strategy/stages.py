@@ -9,13 +9,13 @@ modules are replaced:
     block                        computes            returns its input
     final norm (after blocks)    computes            returns its input
 
-Replaced modules keep their names and hooks; `Stage.empty` moves their weights to the meta device, where tensors have
-shapes but no memory. So on every stage the model's own code creates masks, rotary embeddings and positions from the
-micro-batch's tokens and positions. On the last stage the loss is computed as in a model without stages.
+Replaced modules keep their names and hooks; `Stage.empty` moves weights that the stage does not have to the meta
+device, where tensors have shapes but no memory. On every stage the model's own code creates masks, rotary embeddings
+and positions from the micro-batch's tokens and positions. The last stage computes the loss as in a run without stages.
 
-Modules before and after the blocks are found by a forward pass over two tokens, not by name. transformers' `pp_plan`
-lists these modules for only 85 of the 189 architectures of transformers 5.23 (not for GPT-2), and does not describe the
-values that a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
+A forward pass over two tokens finds the modules before and after the blocks. transformers' own list of these modules,
+`pp_plan`, exists for only 85 of the 189 causal architectures of transformers 5.23 (not for GPT-2), and does not
+describe the values that a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,28 +37,28 @@ LOOKED_AT = 2  # tokens of the forward pass that finds the modules
 
 
 class Output(NamedTuple):
-    """The format of a module's output."""
+    """The format of a module's output: a tensor of hidden states, or a tuple that begins with hidden states."""
 
     shape: torch.Size  # shape of the hidden states: (..., width)
     dtype: torch.dtype
-    others: int | None  # number of further values in the returned tuple; None: the output is a tensor
+    others: int | None  # number of further values in the tuple; None: the output is a tensor
 
 
 class Anatomy(NamedTuple):
-    """The modules of a model that contain weights, divided into modules before, in and after the blocks."""
+    """The blocks of a model, and the modules with weights before and after the blocks."""
 
     before: list[nn.Module]  # modules before the blocks, and modules that a forward pass over token ids does not call
     blocks: list[nn.Module]
     after: list[nn.Module]  # modules after the blocks
-    outputs: dict[nn.Module, Output]  # called module -> format of its output
+    outputs: dict[nn.Module, Output]  # called module, also a block -> format of its output
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Finds the modules before, in and after a model's blocks. Args: model: the complete model, on the host.
+    """Finds a model's blocks, and the modules before and after them. Args: model: the complete model, on the host.
 
     Raises:
-        Refused: the model has no list of blocks, or its modules cannot be divided into modules before, in and after its
-            blocks.
+        Refused: the model has no list of blocks, or cannot be divided into modules before the blocks, blocks, and
+            modules after the blocks.
     """
     if model.base_model is model:
         raise refused(model, "has no base model separate from its head")
@@ -79,7 +79,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 @torch.no_grad()
 def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.Module], dict[nn.Module, Output]]:
-    """Returns the watched modules in the order of their calls, and the output format of each."""
+    """Runs a forward pass over two tokens. Returns: the watched modules in the order of their calls, and the output
+    format of each called module."""
     called, outputs = [], {}
 
     def after(module: nn.Module, _: tuple, output: object) -> None:
@@ -109,7 +110,7 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
         stages: number of stages.
 
     Returns:
-        A list of the index of each stage's first block, followed by the number of blocks.
+        The index of the first block of each stage, followed by the number of blocks.
 
     Raises:
         Refused: there are fewer blocks than stages.
@@ -129,8 +130,7 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
         """Divides the blocks from `first` on into `left` stages so that the largest stage is as small as possible.
 
         Returns:
-            The bytes of the largest stage; and a list with the index of each stage's first block, followed by the
-                number of blocks.
+            The bytes of the largest stage, and the same list as `balanced` for these stages.
         """
         if left == 1:
             return stage_bytes(first, count), [first, count]
@@ -148,21 +148,22 @@ class Division(NamedTuple):
 
     anatomy: Anatomy
     cuts: list[int]  # index of the first block of each stage, followed by the number of blocks
-    holders: dict[nn.Parameter, list[int]]  # parameter -> the stages that have it; several if the parameter is tied
+    holders: dict[nn.Parameter, list[int]]  # parameter -> the stages that have it; several if stages share it (tied)
 
     @property
     def stages(self) -> int:
         return len(self.cuts) - 1
 
     def own(self, stage: int) -> list[nn.Module]:
-        """Returns the modules of a stage: its blocks, and modules before or after the blocks."""
+        """Returns the modules of a stage: its blocks, on the first stage also the modules before the blocks, and on the
+        last stage also the modules after the blocks."""
         before = self.anatomy.before if stage == 0 else []
         after = self.anatomy.after if stage == self.stages - 1 else []
         return [*before, *self.anatomy.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
-        """Returns the modules whose own tensors only other stages have. A module outside the blocks is not included if
-        this stage also has its weight, because the weight is tied."""
+        """Returns the modules whose own tensors (without submodules) only other stages have. A module outside the
+        blocks is left out if its weight is tied to a weight of this stage."""
         own = {submodule for module in self.own(stage) for submodule in module.modules()}
         others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
@@ -172,7 +173,8 @@ class Division(NamedTuple):
         return any(stage in self.holders[p] for p in edge.parameters(recurse=False))
 
     def to_names(self, model: nn.Module) -> tuple:
-        """Returns the division with names instead of modules, from which another process rebuilds it (`from_names`)."""
+        """Returns the division with names instead of modules. Another process rebuilds the division with
+        `from_names`."""
         names, layers = {module: name for name, module in model.named_modules()}, self.anatomy
         each = ([names[module] for module in modules] for modules in (layers.before, layers.blocks, layers.after))
         return *each, {names[module]: output for module, output in layers.outputs.items()}, self.cuts
@@ -211,8 +213,8 @@ def _bytes(modules: list[nn.Module]) -> int:
 
 
 class Stage:
-    """Makes a model compute one stage, by replacing the forward passes of other stages' modules. In training, the
-    hidden states from the previous stage are flat, (N, H), and padded to the largest micro-batch of a window.
+    """Makes a model compute one stage, by replacing the forward passes of other stages' modules. Hidden states from the
+    previous stage are flat: (N, H). In training they are padded to the largest micro-batch of a window.
 
     Args:
         model: the complete model, changed in place.
@@ -243,8 +245,8 @@ class Stage:
         self._changes.close()
 
     def empty(self) -> None:
-        """Frees memory that only other stages need: moves the parameters that this stage does not have, and the buffers
-        of other stages' blocks, to the meta device."""
+        """Moves the parameters that this stage does not have, and the buffers of other stages' blocks, to the meta
+        device, and so frees their memory."""
         replacements = {
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
@@ -263,7 +265,7 @@ class Stage:
         within `entered`. Args: inputs: arguments of the model's body.
 
         Raises:
-            Refused: the hidden states do not have the dtype that the check of the model found.
+            Refused: the hidden states do not have the dtype that `anatomy` found.
         """
         hidden = self.model.base_model(**inputs)[0]
         if hidden.dtype != self.dtype:
@@ -274,7 +276,8 @@ class Stage:
 
     @contextmanager
     def entered(self, arrived: Tensor | None, ids: Tensor) -> Iterator[None]:
-        """Context manager of a forward pass with hidden states from the previous stage.
+        """Context manager for a forward pass of this stage: hidden states from the previous stage replace the input of
+        block 0.
 
         Args:
             arrived: hidden states (N, H) with N >= B x T; None: this is the first stage.
@@ -310,8 +313,8 @@ def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) ->
 
 
 def _passed_on(output: Output, number: int | None, *args: object, **kwargs: object) -> Tensor | tuple:
-    """Replaces the forward pass of another stage's block, or of a module after the blocks: returns its input. A
-    key-value cache gets zeros of width 1, because a model may read the cache's length from any block.
+    """Replaces the forward pass of another stage's block, or of another stage's module after the blocks: returns its
+    input. Appends zeros of width 1 to a KV cache, because a model may read the cache's length from any block.
 
     Args:
         output: format of the module's output.

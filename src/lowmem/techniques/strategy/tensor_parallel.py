@@ -6,14 +6,14 @@
     head         sharded by the vocabulary                                                   -> all-gather of logits
 
 Each of the first two lines is a pair: layers that are sharded by columns, and a layer that is sharded by rows. Within a
-pair, each rank computes only its own heads or columns. In backward there is one all-reduce per pair, of the gradient of
-the pair's input. A loss that reads the head in tiles uses each rank's logits, without the all-gather.
+pair, each rank computes only its own heads or columns. Backward needs one all-reduce per pair, of the gradient of the
+pair's input. A loss that reads the head in tiles works on each rank's own logits, without the all-gather.
 
 Each of N ranks stores 1/N of the sharded weights, of their gradients and optimizer state, and of the activations within
 a pair. Norms, biases that are added after an all-reduce, and hidden states are replicated on all ranks. Embedding and
 head are replicated too if the vocabulary is not divisible by N (GPT-2 has 50257 tokens). The ranks of a group have
-equal random states, and each rank draws the dropout masks of its own heads. Source: Shoeybi et al. 2019, arXiv
-1909.08053; mesh, sharded parameters and collectives are torch's DTensor.
+equal random states, so replicated tensors get equal dropout masks. For attention each rank draws only the masks of its
+own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; mesh, sharded parameters and collectives are torch's DTensor.
 
 The tensor-parallel plan of a transformers model (`tp_plan`) lists how each layer is sharded. GPT-2 does not have a plan
 in transformers, so its plan is in this module. torch's `parallelize_module` applies the plan, with the styles of
@@ -49,15 +49,15 @@ PLANS = {
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
 }
-SUMMED = "replicated_with_grad_allreduce"  # norms that are applied per head: each rank has only its heads' gradients
+SUMMED = "replicated_with_grad_allreduce"  # norms that are applied per head: each rank has only its heads' gradient
 COLUMNS = ("colwise", QKV, "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
 # style -> the LoRA matrix (A or B in x A B) that is sharded like the layer; the other matrix is replicated
 SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}
-# Tolerances of `_compare`. SAME is relative to the norm of a gradient: the difference is far smaller if it is caused by
-# rounding, and far larger if ranks have gradients of different heads.
+# Tolerances of `_compare`. SAME is relative to the norm of a gradient: differences due to rounding are far smaller, and
+# differences between the gradients of different heads are far larger.
 SAME = 1e-3
-NOISE = 1e-6  # relative to the largest norm: norms below this are only rounding errors
+NOISE = 1e-6  # relative to the largest norm of all gradients: smaller norms are only rounding errors
 NUMBER = r"(?<=\.)\d+(?=\.|$)"  # index of a block, written as * in a plan
 
 
@@ -85,8 +85,8 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns module name -> style for the modules, other than embedding and head, that are sharded or whose gradients
-    are all-reduced.
+    """Returns module name -> style for the modules that are sharded or have the style `SUMMED`, without embedding and
+    head.
 
     Raises:
         Refused: the model has no plan, or layers that cannot be sharded.
@@ -118,7 +118,8 @@ def _check_kind(network: nn.Module, name: str, module: nn.Module) -> None:
 
 def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> None:
     """Checks that heads and widths are divisible by the number of ranks. Raises: Refused."""
-    grouped = dist.is_initialized() and size < dist.get_world_size()  # if True, other numbers of devices do not help
+    # True: tensor_parallel_size sets the size of a group, so another number of devices would not help
+    grouped = dist.is_initialized() and size < dist.get_world_size()
     counts = {name: _counted(network, name, style) for name, style in styles.items() if style != SUMMED}
     for name, (count, unit) in counts.items():
         if count % size:
@@ -133,8 +134,7 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
 
 
 def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
-    """Returns how many indivisible units a layer has, and what they are: heads, rows or columns. Each unit must be on a
-    single rank."""
+    """Returns how many units a layer can be divided into, and what the units are: heads, rows or columns."""
     layer, attention = _base(network.get_submodule(name)), network.get_submodule(name.rpartition(".")[0])
     out, entering = reversed(layer.weight.shape) if type(layer) is Conv1D else layer.weight.shape
     if style in ROWS:
@@ -154,7 +154,7 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 
 def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
-    """Returns module name -> style for `parallelize_module`: all sharded layers, and one matrix of each of their
+    """Returns module name -> style for `parallelize_module`: all sharded layers, and the sharded matrices of their
     adapters (see `SMALL`)."""
     made = {
         "colwise": Colwise(group),
@@ -173,8 +173,8 @@ def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str,
 
 
 def _divide_ends(network: PreTrainedModel, group: Group) -> None:
-    """Shards embedding and head along the vocabulary, in place. Both stay replicated if the number of rows of one is
-    not divisible by the number of ranks, or if one is not a plain torch module, or if the head has a bias."""
+    """Shards embedding and head along the vocabulary, in place. Both stay replicated if either has a number of rows
+    that is not divisible by the number of ranks, if either is not a plain torch module, or if the head has a bias."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
@@ -197,8 +197,8 @@ def _base(module: nn.Module) -> nn.Module:
 
 
 class TensorParallel(Divided):
-    """Tensor parallelism over a single group of all ranks, which read the same rows. Strategies with several groups
-    derive from this class."""
+    """Tensor parallelism over a single group: all ranks read the same rows. `FullyShardTensorParallel`, which has
+    several groups, derives from this class."""
 
     widens = shards_matrices = adds_in_blocks = True
     tensor_parallel_size: int | None = None  # number of ranks in a group; None: all ranks
@@ -209,8 +209,8 @@ class TensorParallel(Divided):
         self.mesh = self.meshed(timeout, data=self.data_size, tensor=self.size // self.data_size)
         self.data_rank, self.group = self.mesh["data"].get_local_rank(), Group(self.mesh["tensor"])
         self.factor, self.data_group = float(self.data_size), self.mesh["data"].get_group()
-        self._styles: dict[nn.Parameter, str | None] = {}  # parameter -> style of its layer
-        self._compared = False  # True: the gradients of replicated parameters were compared between ranks
+        self._styles: dict[nn.Parameter, str | None] = {}  # parameter -> style of its module; None: not in the plan
+        self._compared = False  # True: `_compare` was called with finite gradients
 
     @staticmethod
     def data_ranks(devices: int, tensor_parallel_size: int | None = None, **_: object) -> int:
@@ -247,8 +247,8 @@ class TensorParallel(Divided):
         return self._dim(p) if self._styles[p] == QKV else None
 
     def gather_gradients(self) -> None:
-        """Also all-reduces the gradients of the replicated parameters with the style `SUMMED`, in one call per window,
-        because each rank has only a partial sum of them. Raises: Refused: see `_compare`."""
+        """Also all-reduces the gradients of parameters with the style `SUMMED`, because each rank has only the sum over
+        its own heads. Raises: Refused: see `_compare`."""
         super().gather_gradients()
         replicated = {p: self.local(p).grad for p in self._styles if self._dim(p) is None}
         replicated = {p: gradient for p, gradient in replicated.items() if gradient is not None}
@@ -260,15 +260,15 @@ class TensorParallel(Divided):
             self._compare(replicated)
 
     def _compare(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Compares the gradients of replicated parameters between the ranks of a group, before the first step. If a
-        plan lacked an all-reduce, the copies of a replicated weight would silently diverge.
+        """Compares the gradient norms of replicated parameters between the ranks of a group, before the first step. If
+        a plan lacked an all-reduce, the copies of a replicated weight would silently diverge.
 
         Raises:
             Refused: the gradients differ.
         """
         norms = torch.stack([gradient.float().norm() for gradient in gradients.values()])
         least, most = self.group.all_reduced(torch.stack([-norms, norms]), dist.ReduceOp.MAX)
-        self._compared = bool(most.isfinite().all())  # False: the loss scale is too large; compare in the next window
+        self._compared = bool(most.isfinite().all())  # False: the loss scale is too large; the next window compares
         wrong = most + least > SAME * most + NOISE * most.max()
         for p, differs in zip(gradients, wrong.tolist(), strict=True):
             if differs:
@@ -278,8 +278,8 @@ class TensorParallel(Divided):
                 )
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Returns a shard as a DTensor. A fused matrix is returned as the full tensor instead, because concatenating
-        its shards would give the rows in a different order."""
+        """Returns a shard as a DTensor, like `Divided.as_dtensor`. For a fused matrix returns the full tensor instead,
+        because its concatenated shards have a different order."""
         placed, dim = super().as_dtensor(p, shard), self._fused_dim(p)
         return placed if dim is None else swapped(in_full(placed), dim, self.group.size, FUSED)
 

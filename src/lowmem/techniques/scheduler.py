@@ -1,7 +1,7 @@
 """Learning-rate schedules: each multiplies `lr` by a function of the number of completed optimizer steps.
 
 Skipped steps, such as steps with overflowed gradients, do not count. A yaml in conf/scheduler sets all arguments of a
-schedule except the optimizer. `warmup` is a fraction of `total_steps`, and replaces `warmup_steps` if it is set. A
+schedule except the optimizer. `warmup` is a fraction of `total_steps`, and replaces `warmup_steps` if it is not None. A
 resumed run takes the number of completed steps from the checkpoint, and `lr` and all other arguments from its own
 settings.
 """
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 class Schedule(LambdaLR):
-    """Multiplies `lr` by a factor.
+    """Multiplies the `lr` of each parameter group by a factor that depends on the number of completed steps.
 
     Args:
         optimizer: the optimizer whose learning rates are set.
@@ -33,7 +33,7 @@ class Schedule(LambdaLR):
         return float(self.base_lrs[0]) * self.lr_lambdas[0](step)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Continues at the saved step, with this run's `lr`. torch would restore the saved `lr` for one more step."""
+        """Continues at the saved step, with this run's `lr` instead of the saved `lr`, which torch would restore."""
         step = state_dict["last_epoch"]
         rates = [lr * factor(step) for lr, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         own = {"base_lrs": self.base_lrs, "warm_up": self.warm_up}
@@ -69,7 +69,7 @@ def _rising(warmup_steps: int, total_steps: int, warmup: float | None) -> int:
 
 
 def _schedule(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> Schedule:
-    # The first step has the factor 1 / warmup_steps, because a step with lr = 0 would have no effect.
+    # the first step of a warm-up has the factor 1 / warmup_steps, because a step with lr = 0 would have no effect
     def factor(step: int) -> float:
         return (step + 1) / warmup_steps if step < warmup_steps else after(step)
 
@@ -82,7 +82,7 @@ def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
 
 
 def preview(schedule: Callable[[Optimizer], LRScheduler], lr: float) -> Schedule | None:
-    """Returns the schedule of a run before its optimizer exists, or None if `schedule` creates another class than
-    `Schedule`. Args: schedule: creates the schedule of an optimizer; lr: the learning rate."""
+    """Returns the schedule of a run whose optimizer does not exist yet, or None if `schedule` creates another class
+    than `Schedule`. Args: schedule: creates the schedule of an optimizer; lr: the learning rate."""
     made = schedule(SGD([nn.Parameter(torch.zeros(()))], lr))
     return made if isinstance(made, Schedule) else None

@@ -6,10 +6,10 @@ not grow with depth. The model is not compiled as a single graph, because a grap
 the activations of several blocks at once (pytorch issue 193193).
 
 With an activation memory budget, torch.compile also decides which activations each block saves for backward: it makes
-the fastest choice within the budget. This is activation checkpointing by the compiler, so the budget needs
+the fastest choice within the budget. This is activation checkpointing by the compiler, so use the budget with
 gradient_checkpointing=none.
 
-Evaluations and samples run without compilation, because their shapes vary, and each shape would be compiled again.
+Evaluations and samples run without compilation, because their shapes vary, and new shapes may be compiled again.
 
 Source: pytorch.org/docs/stable/generated/torch.compile.html, "regional compilation".
 """
@@ -43,7 +43,7 @@ def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: flo
         backend: inductor generates code; aot_eager only traces graphs, and needs no compiler;
             aot_eager_decomp_partition also traces without a compiler, and decides which activations to save.
         activation_memory_budget: fraction of the activations' bytes that is saved for backward, from 0 (only a block's
-            input) to 1. torch recomputes the activations that take the least time. None: torch's default, which is 1.
+            input) to 1. torch recomputes the activations that are fastest to recompute. None: torch's default of 1.
 
     Raises:
         Refused: the budget is not between 0 and 1, or this version of torch does not support budgets; the model has no

@@ -1,17 +1,16 @@
 """Stores a boundary (the input of a checkpointed block) until backward, on the device or in host memory.
 
-`OnDevice` keeps the tensor. `OnHost` copies the tensor to pinned host memory, and back to the device for backward.
-`policies.offload_attention` stores the results of attention in the same way. The thread of the forward pass creates a
-boundary, the thread of the backward pass fetches it, and the autograd graph owns it in between.
+`OnDevice` keeps the tensor. `OnHost` copies the tensor to host memory, and back to the device for backward.
+`policies.offload_attention` also stores the results of attention with `OnHost`. The thread of the forward pass creates
+a boundary, the thread of the backward pass fetches it, and the autograd graph owns it in between.
 
+                compute stream      copy streams, at the same time
+    forward     computes block n    down: copies boundary n to the host
+    backward    computes block n    up: copies boundary n - 1 to the device
 
-                compute stream                       copy stream
-    forward     block n, while it computes           down: boundary n, to the host
-    backward    block n, while it computes           up: boundary n - 1, to the device
-
-There is one copy stream down and one up. Fetching a boundary starts the copy of the boundary that backward needs next
-(`Chain`), so the copies overlap with computation. On a CPU the copies are synchronous. The memory meter counts the
-copies as host memory, even in a run on a CPU.
+Fetching a boundary starts the copy of the boundary that backward needs next (`Chain`), so the copies overlap with
+computation. On a CPU the copies are synchronous. The memory meter counts the copies as host memory, even in a run on a
+CPU.
 """
 
 import weakref
@@ -26,7 +25,7 @@ from lowmem.offload.copy_lanes import Lane, lane_of
 
 
 class Boundary(Protocol):
-    """A stored block input."""
+    """A tensor that is stored until backward: a block input, or a result of attention."""
 
     def fetch(self) -> Tensor:
         """Returns the tensor on its original device, with its original `requires_grad`. Raises: RuntimeError: the
@@ -47,11 +46,12 @@ class OnDevice:
 
 
 class OnHost:
-    """Keeps a copy in pinned host memory, so that the tensor on the device can be freed. Can be fetched only once.
+    """Keeps a copy in host memory (pinned, if the device is a card), so that the tensor on the device can be freed. Can
+    be fetched only once.
 
     Args:
         tensor: the block input, or a result of attention.
-        chain: prefetches boundaries in the order of backward.
+        chain: prefetches the next boundary after each fetch.
         block: index of the block.
     """
 
@@ -65,7 +65,7 @@ class OnHost:
         belongs(self.host, "activations", "host")
 
     def __del__(self) -> None:
-        if self.back is not None:  # never fetched; the device must not reuse the memory before the copy is complete
+        if self.back is not None:  # not fetched: the device must not reuse the memory before the copy is complete
             self.lane.hold(self.arrived)
 
     def fetch(self) -> Tensor:
@@ -91,8 +91,9 @@ class OnHost:
 
 class Chain:
     """Creates the boundaries of a model in host memory, and prefetches them in the order of backward: the last block
-    first. A block has several boundaries with weights.order=by_layer (one per micro-batch) and with
-    `offload_attention`. The boundaries of a block are prefetched in the order in which they were created."""
+    first. A block has several boundaries with `offload_attention`, and if several micro-batches are in progress
+    (weights.order=by_layer, strategy=pipeline). The boundaries of a block are prefetched in the order in which they
+    were created, before the boundaries of the previous block."""
 
     def __init__(self) -> None:
         # Weak references: the autograd graph owns a boundary, and frees it if backward never runs.
@@ -105,8 +106,8 @@ class Chain:
         return boundary
 
     def start_next(self, block: int) -> None:
-        """Starts the copy of the boundary that backward needs next: another boundary of the same block, otherwise the
-        first boundary of the previous block. Args: block: index of the block whose boundary was just fetched."""
+        """Starts the copy of one boundary whose copy has not been started: the first of the same block, otherwise the
+        first of the previous block. Args: block: index of the block whose boundary was just fetched."""
         references = (*self._made.get(block, ()), *self._made.get(block - 1, ()))
         following = (boundary for reference in references if (boundary := reference()) is not None)
         if (boundary := next(filter(lambda boundary: boundary.waits, following), None)) is not None:

@@ -1,10 +1,10 @@
 """Activation (gradient) checkpointing: saves the input of each segment of blocks, and recomputes other activations.
 
-conf/gradient_checkpointing names the functions of this module. Each function changes a model in place before training.
-Activation memory shrinks to one boundary (the input (batch, tokens, width) of the segment's first block) per segment,
-plus the activations of a single segment during its backward pass; `selective` saves more. Costs one more forward pass,
-which adds up to a third to the time of a step. Source: Chen et al. 2016, arXiv 1604.06174. A segment is one block or
-several:
+Each yaml in conf/gradient_checkpointing selects a function of this module, which changes a model in place before
+training. Activation memory shrinks to one boundary (the input (batch, tokens, width) of the segment's first block) per
+segment, plus the activations of a single segment during its backward pass; `selective` keeps further results. Costs one
+more forward pass, which adds up to a third to the time of a step. Source: Chen et al. 2016, arXiv 1604.06174. A segment
+is one block or several:
 
     one block         `Alone`: torch's non-reentrant checkpoint around the block's forward pass
     several blocks    `Segment`: a Hugging Face model calls its blocks one by one, with separate arguments. So a
@@ -64,7 +64,7 @@ def segments(model: nn.Module, k: int | None = None) -> None:
 
 
 def selective(model: nn.Module) -> None:
-    """Saves the block inputs, and the results of matrix products and attention unless the model changes a result in
+    """Saves the block inputs and the results of matrix products and attention, except results that the model changes in
     place. Backward recomputes all other activations, which takes little time."""
     for block in blocks(model):
         Alone(block, contexts=kept_results.contexts)
@@ -79,8 +79,8 @@ def offload(model: nn.Module) -> None:
 
 
 def offload_attention(model: nn.Module) -> None:
-    """Like `offload`, but also stores the results of attention in host memory. So attention, whose time grows with the
-    square of the sequence length, is not recomputed."""
+    """Like `offload`, but also stores the results of attention in host memory. So backward does not recompute
+    attention, whose time grows with the square of the sequence length. Eager attention is still recomputed."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         send = partial(chain.make, number)
@@ -126,8 +126,8 @@ class Alone(Recomputed):
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
         boundary, call = self.boundary(_hidden(args, kwargs)), BlockCall(self.block, args, kwargs)
-        # The call is removed from the list before it runs, because its arguments refer to the block's input, and until
-        # backward only the boundary may refer to this input.
+        # `run` removes the call from the list before calling it, because its arguments refer to the block's input, and
+        # until backward only the boundary may refer to this input.
         first_call = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
@@ -137,7 +137,8 @@ class Alone(Recomputed):
 
 
 class Segment(Recomputed):
-    """A segment of several consecutive blocks: only the input of the first block is saved."""
+    """A segment of several consecutive blocks: saves only the input of the first block. If the model changes the hidden
+    states between two blocks, a new segment begins there."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.blocks = blocks
@@ -155,7 +156,7 @@ class Segment(Recomputed):
         _refuse_cache(block, args, kwargs)
         entered = _hidden(args, kwargs)
         if self._pass is not None and entered is not self._output:
-            self._close()  # the model changed the hidden states between two blocks: begin a new segment here
+            self._close()  # the model changed the hidden states between two blocks
         if self._pass is None:
             self._calls = []
             repeat = partial(self._repeat, OnDevice(entered), self._calls)

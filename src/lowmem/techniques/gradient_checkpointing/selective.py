@@ -1,6 +1,6 @@
 """Selective activation checkpointing: saves the results of expensive operators, and recomputes all other results.
 
-Matrix products and attention take nearly all of a block's time, but their results are only about a third of its
+Matrix products and attention take nearly all of a block's time, but their results are only about a third of the block's
 activations. Two dispatch modes are the contexts of torch's checkpoint:
 
     forward          Keep        appends the results of expensive operators to a queue
@@ -8,10 +8,10 @@ activations. Two dispatch modes are the contexts of torch's checkpoint:
 
 A model may change a result in place (Gemma 3n adds to a product). If the recomputation returned the changed result, the
 change would be applied twice. So a result that was changed before the recomputation, by its own block or by later code
-of the model, is recomputed. To detect changes, `Keep` records the version counters of all tensors that share memory
-with a result. torch's `create_selective_checkpoint_contexts` compares only the version counter of the product. This
-comparison misses changes to the output of a linear layer, which shares the product's memory, but has a separate version
-counter. Results in host memory (`SentResult`) are copied immediately, so later changes do not matter.
+of the model, is recomputed. To detect changes, `Keep` records the version counters of all tensors in the block that
+share memory with a result. torch's `create_selective_checkpoint_contexts` compares only the version counter of the
+product. This comparison misses changes to the output of a linear layer, which shares the product's memory, but has a
+separate version counter. Results in host memory (`SentResult`) are copies, so changes after the copy do not matter.
 """
 
 from collections import deque
@@ -37,6 +37,7 @@ from lowmem.system.torch_private import (
 from lowmem.techniques.gradient_checkpointing.boundary import Boundary
 
 aten = torch.ops.aten
+# does not contain the grouped products of a mixture of experts (aten._grouped_mm), so these are recomputed
 EXPENSIVE = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *ATTENTION,
@@ -47,9 +48,9 @@ _paused = ContextVar("paused", default=False)
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Context manager in which `Keep` saves no results and `HandBack` returns none. `slices.py` enters this context for
-    the forward pass of the slices, because it recomputes the slices itself in backward, after the recomputation of the
-    block."""
+    """Context manager in which `Keep` saves no results, and `HandBack` takes no results from the queue. `slices.py`
+    enters this context for the forward pass of the slices, because it recomputes the slices itself in backward, after
+    the recomputation of the block."""
     token = _paused.set(True)
     try:
         yield
@@ -58,7 +59,7 @@ def paused() -> Iterator[None]:
 
 
 class KeptResult:
-    """A saved result of an operator, with the version counters of all tensors that share its memory."""
+    """A saved result of an operator, with the version counters of the tensors that share its memory."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         self.func, self._out = func, tree_map_only(Tensor, _alias, out)
@@ -79,8 +80,8 @@ class KeptResult:
         return self._out
 
     def hand_back(self) -> object | None:
-        """Returns the result, or None like `out`. If the operator drew random numbers and is skipped, its generator is
-        advanced as if the operator had run."""
+        """Returns the result, or None like `out`. If the operator drew random numbers and is skipped, advances its
+        generator as if the operator had run."""
         if (out := self.out()) is not None and self._generator is not None:
             self._generator.set_state(self._random_state)
         return out
@@ -94,7 +95,7 @@ class SentResult(KeptResult):
         super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(OffloadedTensor, send=send), out))
 
     def see(self, tensor: Tensor) -> None:
-        """Overridden to do nothing, because the stored copy cannot be changed."""
+        """Does nothing, because changes of the tensor do not reach the stored copy."""
 
     def out(self) -> object:
         return self._out
@@ -166,7 +167,8 @@ class Keep(Mode):
 
 
 class HandBack(Mode):
-    """The mode of the recomputation: takes results from the queue in place of running their operators."""
+    """The mode of the recomputation: takes results from the queue in place of running their operators. An operator
+    whose result was changed in place runs again."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in self.operators and not _paused.get():
@@ -207,9 +209,9 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
-    """Returns the random number generator that a saved operator draws from, or None if the operator does not draw. Of
-    these operators, only attention with dropout draws. If the recomputation skips such an operator, it must advance the
-    generator, because otherwise the next dropout would not draw the numbers of the forward pass."""
+    """Returns the random number generator that an operator draws from, or None if the operator does not draw. Of the
+    operators whose results are saved, only attention with dropout draws. If the recomputation skips such an operator,
+    it must advance the generator, because otherwise the next dropout would not draw the numbers of the forward pass."""
     values = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not values.get("dropout_p"):
         return None
@@ -217,7 +219,7 @@ def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator |
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Returns a detached tensor that shares the memory and the version counter of `tensor`. The returned tensor is
-    detached, because a reference to the autograd graph would be part of a reference cycle."""
+    """Returns a detached tensor that shares the memory and the version counter of `tensor`. A tensor that refers to the
+    autograd graph would be part of a reference cycle."""
     with enable_reentrant_dispatch():  # inside a dispatch mode, detach() would create a new version counter
         return tensor.detach()

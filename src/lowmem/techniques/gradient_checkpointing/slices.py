@@ -2,17 +2,17 @@
 
 `tile.tokens` sets the number of tokens per slice. The MLP of a block saves about six tensors of (batch, tokens, 3 to 4
 times the width) for backward, far more than the rest of the block. The result for a token does not depend on other
-tokens, so slices give equal results, up to rounding. Forward saves only the module's input. Backward recomputes each
-slice just before it computes the slice's gradients, so only the activations of one slice exist at a time. Source: ALST,
-Bekman et al. 2025, arXiv 2506.13996.
+tokens, so slices give equal results, up to rounding. The forward pass saves only the module's input. Backward
+recomputes each slice just before it computes the slice's gradients, so only the activations of one slice exist at a
+time. Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
 
     forward     _EndRecomputation    saves x (B, T, H)
                 _InSlices            computes the slices without gradients, saves nothing
     backward    _InSlices            reads x from _EndRecomputation's saved tensors; for each slice: forward, backward
 
-In a checkpointed block most of this additional computation is avoided. torch stops a recomputation as soon as all saved
-tensors of the block are restored ("early stop"). If x is the last tensor that the block saves, the recomputation ends
-before the module, and only `_InSlices` repeats the module's forward pass.
+A checkpointed block needs less additional computation. torch stops a recomputation as soon as all saved tensors of the
+block are restored ("early stop"). If x is the last tensor that the block saves, the recomputation ends before the
+module, and only `_InSlices` repeats the module's forward pass.
 
 Cost in time: without checkpointing, one more forward pass of these modules. With checkpointing, one of the three
 products of a Llama MLP is computed once more, which is 5 % of a step. If another tensor is saved after the MLP, for a
@@ -29,7 +29,7 @@ error of a single product with 4 slices, 3.2 times with 16 slices, and 4.3 times
 if few weights are trained, or if the micro-batch has many tokens compared to the MLP's weights (with 16-bit weights: if
 B x T is larger than the width H).
 
-Sliced modules are children of a block that are called with a single tensor (B, T, H) and return a tensor (B, T, ...).
+A sliced module is a child of a block that is called with a single tensor (B, T, H) and returns a tensor (B, T, ...).
 torch's own layers and activation functions are not sliced, because they save little besides their input. Mixtures of
 experts are not sliced, because the fp32 gradients of all experts would take more memory than the activations of the
 experts. Before the first step, or before an evaluation without training, the callback `Verified`
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class Tiles:
-    """Finds the modules of a model's blocks that can be computed in slices, and replaces their forward passes.
+    """Finds the children of a model's blocks that may be computed in slices, and replaces their forward passes.
 
     Args:
         model: the model.
@@ -82,8 +82,8 @@ class Tiles:
         ]
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Compares each module's output with its output in slices. Args: model: the model; batch: a few real tokens of
-        two sequences.
+        """Compares each module's output with its output in slices. Args: model: the model; batch: the first tokens of
+        one or two rows of the data.
 
         Raises:
             Refused: a module gives different results in slices, or uses trained weights of another module; or no module
@@ -133,7 +133,7 @@ class SlicedModule(nn.Module):
         super().__init__()
         self.module, self.tokens, self.unsliced = module, tokens, module.forward
         self.fits: bool | None = None  # True: the module returns one tensor (B, T, ...); None: not known yet
-        # comparing: True while `Tiles.verify` runs; agrees: True if slices gave equal results, None: not compared
+        # comparing: True while `Tiles.verify` runs; agrees: whether slices gave equal results; None: not compared
         self.comparing, self.agrees = False, None
         module.forward = self._called
 
@@ -240,7 +240,7 @@ class _InSlices(torch.autograd.Function):
             sliced: the `SlicedModule`.
             input_node: the autograd node of `_EndRecomputation`, which has saved x.
             x: (B, T, H).
-            weights: the trained weights. Passed so that autograd expects their gradients; the values are not read.
+            weights: the trained weights, so that autograd takes their gradients from `backward`; not read.
         """
         ctx.sliced, ctx.input_node, ctx.random_states = sliced, input_node, captured(x.device)
         ctx.autocast = _autocast(x.device.type)

@@ -1,9 +1,9 @@
 """`weights=streamed`: checks the settings, and selects the weights that are streamed.
 
-A streamed weight of a block is stored in host memory (with drive_holds=all on the drive), and is on the device only
-while its block computes. `offload/streamed.py` does the copies. Two kinds of weights in a streamed block stay on the
-device: weights that are shared with other modules, and the trained weights of a mostly frozen block, such as the
-matrices of an adapter.
+A streamed weight of a block is stored in host memory (with drive_holds=all on the drive), and is copied to the device
+shortly before its block computes. `offload/streamed.py` does the copies. Two kinds of weights in a streamed block stay
+on the device: weights that modules outside of the block share, and the trained weights of a mostly frozen block, such
+as the matrices of an adapter.
 """
 
 from collections import Counter
@@ -23,8 +23,9 @@ HOLDS = ("state", "all")  # values of weights.drive_holds
 
 
 class Streamed(StreamedWeights):
-    """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles. An
-    embedding that is tied to a head on the device is not streamed.
+    """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles. Does
+    not stream an embedding that is tied to a head on the device, or an embedding or head that `offload/edges.py` does
+    not support.
 
     Args:
         network: the model.
@@ -86,15 +87,15 @@ def _layout(network: nn.Module, resident_blocks: int, head_in_tiles: bool) -> La
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` evenly spaced items of a list, including the last item. So about the same number of resident
-    blocks computes during the copy of each streamed block."""
+    """Returns `count` evenly spaced items of a list, including the last item. So the resident blocks, which compute
+    while streamed blocks are copied, are spread evenly too."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
     """Returns block -> its weights to stream: the weights that no other block and no module outside the blocks uses. If
-    most bytes of these weights are frozen, only the frozen weights are streamed, so the copy of the block in host
-    memory is never updated."""
+    more than half of the bytes of these weights are frozen, only the frozen weights are streamed, so the copy of the
+    block in host memory is never updated."""
     blocks_with = Counter(p for block in stack for p in stored_weights(block))
     inside = {module for block in stack for module in block.modules()}
     outside = {p for module in network.modules() if module not in inside for p in module.parameters(recurse=False)}

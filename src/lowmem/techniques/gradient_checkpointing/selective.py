@@ -37,7 +37,7 @@ from lowmem.system.torch_private import (
 from lowmem.techniques.gradient_checkpointing.boundary import Boundary
 
 aten = torch.ops.aten
-# does not contain the grouped products of a mixture of experts (aten._grouped_mm), so these are recomputed
+# without aten._grouped_mm, which computes mixtures of experts: its results are recomputed
 EXPENSIVE = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *ATTENTION,
@@ -219,7 +219,7 @@ def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator |
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Returns a detached tensor that shares the memory and the version counter of `tensor`. A tensor that refers to the
-    autograd graph would be part of a reference cycle."""
+    """Returns a tensor that shares the memory and the version counter of `tensor`. The returned tensor is detached,
+    because a tensor with a reference to the autograd graph would be part of a reference cycle."""
     with enable_reentrant_dispatch():  # inside a dispatch mode, detach() would create a new version counter
         return tensor.detach()

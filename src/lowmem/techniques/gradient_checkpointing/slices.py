@@ -108,7 +108,7 @@ class Tiles:
 
 
 def _has_interior(child: nn.Module) -> bool:
-    """Returns True if a child of a block may be computed in slices. Excluded are modules without weights, single torch
+    """Returns True if a child of a block may be computed in slices. Excludes modules without weights, single torch
     layers, modules that contain a list of modules (experts), and modules with weights of three or more dimensions:
     convolutions, which mix tokens, and fused experts."""
     weights = list(child.parameters())

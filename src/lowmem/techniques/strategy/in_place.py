@@ -19,7 +19,7 @@ class InPlace(SingleDeviceStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """Returns the accelerator's device. It is a property, because Lightning sets the accelerator only after it has
+        """Returns the accelerator's device. A property, because Lightning sets the accelerator only after it has
         created the strategy."""
         on_card = isinstance(self.accelerator, CUDAAccelerator)
         return torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")

@@ -34,7 +34,7 @@ from lowmem.model.head_tiles import ResidentHead
 
 
 class Group:
-    """The ranks along one dimension of a device mesh, which compute a layer together."""
+    """The ranks along one dimension of a device mesh. These ranks compute a layer together."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()

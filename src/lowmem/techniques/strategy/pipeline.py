@@ -1,7 +1,7 @@
 """`strategy=pipeline`: each device has some of the blocks, and micro-batches pass from device to device.
 
     stage 0    F0 F1 F2 F3             B0 B1 B2 B3    F: forward, B: backward of micro-batches 0 to 3 (GPipe)
-    stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B, T, H) are sent to the next stage,
+    stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B x T, H) are sent to the next stage,
     stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
 Each device stores the weights, gradients and optimizer state of its own stage only. The stages send hidden states,
@@ -159,7 +159,7 @@ class Pipeline(Divided):
 
     def run_window(self, window: Window) -> tuple[Tensor, None]:
         """Runs forward and backward of all micro-batches. Returns: the sum of the losses, on every stage; and None in
-        place of the auxiliary losses, because a pipeline refuses models that add one."""
+        place of the auxiliary losses, because a pipeline refuses models with auxiliary losses."""
         work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
@@ -194,8 +194,8 @@ class Pipeline(Divided):
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluated(self, model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-        """The module's loss in evaluations: computes a micro-batch's loss without gradients, through all stages.
-        Returns: the loss, on every stage."""
+        """Computes a micro-batch's loss without gradients, through all stages. `shard` makes this method the loss of
+        the module. Returns: the loss, on every stage."""
         inputs = micro_batch.inputs | {"use_cache": False}
         loss = self._through(inputs, lambda: self.loss(model, micro_batch))
         return self._of_last(torch.zeros((), device=micro_batch.labels.device) if loss is None else loss)
@@ -289,7 +289,7 @@ class WindowOfStage(nn.Module):
         # number of tokens of the largest micro-batch, to which all hidden states (rows, H) are padded
         self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
-        self._backward = False  # True: `before_backward` was called, and `post_backward` was not called yet
+        self._backward = False  # True: `before_backward` was called, and `after_backward` was not called since
         ranks.module.weights.last = False
 
     def forward(self, *arrived: Tensor, number: Tensor) -> Tensor:

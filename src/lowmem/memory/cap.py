@@ -1,7 +1,7 @@
 """Implements memory.limit: the run ends with an out-of-memory error if it needs more device memory than this limit.
 
 On CUDA this module caps the caching allocator. On a CPU `StorageTracker` counts the live tensors of the device side
-after every operator, and ends the run if they exceed the limit. Temporary memory inside an operator is not counted.
+after every operator, and ends the run if they exceed the limit. It does not count temporary memory inside an operator.
 """
 
 import math
@@ -56,7 +56,7 @@ def capped(limit: int | None, device: str) -> Iterator[None]:
 
 
 def _share(limit: int, total: int) -> float:
-    """Returns the fraction of the card's memory that torch converts back to at least `limit` bytes. torch rounds down,
-    and a cap that is one byte too small may prevent an allocation."""
+    """Returns the fraction of the card's memory that torch converts back to at least `limit` bytes, or 1 if the limit
+    exceeds the memory. torch rounds down, and a cap that is one byte too small may prevent an allocation."""
     share = min(1.0, limit / total)
     return share if int(share * total) >= limit else math.nextafter(share, 1.0)

@@ -1,4 +1,5 @@
-"""The ledger: assigns long-lived storages to categories (weights, gradients, ...) and sides (device, host, drive).
+"""Defines the ledger, which assigns long-lived storages to categories (weights, gradients, ...) and sides (device,
+host, drive).
 
 The memory meter and the tracker count memory with the ledger. The side of a tensor follows from its role, not from
 `tensor.device`, so a run on a CPU shows the memory that a card would need. Bytes are counted per storage, so tied

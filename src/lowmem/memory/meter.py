@@ -3,7 +3,8 @@
     every phase          resident memory of the process (RSS) and its peak; bytes of the ledger (weights, gradients,
                          optimizer state) at the end of the phase; on CUDA the caching allocator's statistics
     sampled steps        live tensor bytes by category (`StorageTracker`): the first 3 steps of a run or a resume, every
-                         `every`-th step, the first batch of each validation set, and the work after the last batch
+                         `every`-th step; in an evaluation the first batch of each validation set, and the work after
+                         the last batch
     end of each step     bytes on a drive, and bytes that the step has read and written there
 
 The peak counters of the process and of CUDA are global; only this meter may reset them.
@@ -97,8 +98,8 @@ class MemoryMeter(Callback):
         self.ledger.own("gradients", lambda: ledger.gradients(self._parameters), side)
 
     def on_sanity_check_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Measures memory after the model is loaded, so that the evaluation before the first step does not count as
-        loading."""
+        """Measures memory after the model is loaded, so that the sanity check (an evaluation before the first step)
+        does not count as loading."""
         self._cuda = module.device if module.device.type == "cuda" else None
         self._loaded = self._resident()
 
@@ -343,8 +344,9 @@ class MemoryMeter(Callback):
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:
-    """Converts a window's rows to metrics for loggers: memory/<host or device>_<phase>_<column>_gib,
-    memory/drive_<column>_gib, and memory/device_<category>_gib at the window's peak."""
+    """Converts a window's rows to metrics for loggers, in GiB: memory/<host or device>_<phase>_<column>_gib;
+    memory/drive_gib, memory/drive_read_gib and memory/drive_written_gib; and in sampled steps
+    memory/device_<category>_gib at the window's peak."""
     metrics = {}
     for phase, row in window.items():
         for column, side in SIDES.items():

@@ -4,8 +4,8 @@ meter tracks some steps of a run, and the planner tracks a traced run on fake te
 A `TorchDispatchMode` sees the outputs of each operator in the thread that starts tracking, in autograd's threads and in
 the threads of micro-batches. The link's host thread is not tracked; the ledger counts its tensors. A weak reference
 reports when a storage is freed. The category of a storage is often known only later (a gradient is an ordinary tensor
-until backward stores it in `p.grad`), so events are recorded with serial numbers, and categories are assigned at the
-end:
+until backward stores it in `p.grad`), so events are recorded with serial numbers, and bytes are summed by category at
+the end:
 
     operator output    event (phase, serial, +bytes)       `see`
     storage freed      event (phase, serial, -bytes)       weak reference
@@ -244,7 +244,7 @@ class StorageTracker(TorchDispatchMode):
         for phase, serial, size in self.events:
             owner = self._owner.get(serial)
             if self._side(serial) == "host":
-                host = host | {owner.category: host[owner.category] + size}  # points share the dictionary
+                host = host | {owner.category: host[owner.category] + size}  # a copy, since points share the dictionary
             elif self._side(serial) == "device":
                 assumed = unowned.setdefault(serial, "other" if phase == "step" else "activations")
                 now[owner.category if owner else assumed] += size

@@ -1,30 +1,32 @@
 """Implements weights.order=by_layer: all micro-batches of a window compute a block before any of them computes the next
 block. `StreamedWeights` (`streamed.py`) uses this module.
 
-Streamed weights are then copied to the device at most twice per *window*, instead of twice per micro-batch. The
+A streamed block is then copied to the device at most twice per *window*, instead of twice per micro-batch. The
 gradients of each block are summed on the device, and the sums are sent to the host once per window. So with early
-updates the host updates each master of a block as soon as it has received the sum, and needs no buffer for gradients
-of earlier micro-batches.
+updates the host updates each master of a block as soon as the host has received the sum, and needs no buffer for
+gradients of earlier micro-batches.
 
-Each micro-batch runs the model's unchanged forward pass and its own `backward()` in its own thread. Only one thread
-runs at a time. A thread waits at a barrier before each block: in the block's forward pre-hook, and in backward in the
-hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, time goes from left to right:
+Each micro-batch runs the model's unchanged forward pass and its own `backward()` in its own thread. Only one of these
+threads runs at a time. A thread waits at a barrier before each streamed block: in the block's forward pre-hook, and in
+backward in the hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, time goes from left to
+right:
 
     thread 0 | embedding |           | block 0 |         | block 1, head, loss |                     | block 1 backward
     thread 1 |           | embedding |         | block 0 |                     | block 1, head, loss |
                          ^ barrier: the thread stops, saves its random state, and wakes the next thread
 
 In other words the threads are coroutines that run round robin, each from one barrier to the next. The model is neither
-traced nor split, so any code between its blocks runs unchanged. After the forward pass of the last block, the next
-barrier is reached when the gradient of this block's output has been computed. So a thread runs the head and the loss,
-forward and backward, without interruption, and the logits of only one micro-batch exist at a time. All threads launch
-kernels on the caller's stream. `current`, `sums` and `_alive` need no lock, since the semaphores let only one thread
-run.
+traced nor split, so any code between its blocks runs unchanged. The next barrier after the forward pass of the last
+block is in backward, when the gradient of this block's output has been computed. So a thread runs the head and the
+loss, forward and backward, without interruption, and the logits of only one micro-batch exist at a time. All threads
+launch kernels on the caller's stream. `current`, `sums` and `_alive` need no lock, since the semaphores let only one
+thread run.
 
-The price in memory: the block inputs of all micro-batches (`gradient_checkpointing=offload` moves them to the host),
-the fp32 sum of one block's gradients on the device (4 bytes per parameter of the block), and for a streamed head that
-is tied to the embedding, one gradient of the head (V, H) per micro-batch in host memory. A switch between threads takes
-about 20 microseconds. Source: RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
+The price is memory. The block inputs of all micro-batches exist at the same time (`gradient_checkpointing=offload`
+moves them to the host). The device stores the fp32 sum of one block's gradients (4 bytes per parameter of the block),
+and sums that wait for their copy (`Link.ahead`). If the head is streamed and tied to the embedding, host memory stores
+one gradient of the head (V, H) per micro-batch. A switch between threads takes about 20 microseconds. Source:
+RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
 """
 
 import threading
@@ -121,18 +123,19 @@ class ByLayer:
     # --- a micro-batch's own thread -------------------------------------------------------------------------------
 
     def barrier(self, barrier: Barrier) -> None:
-        """Blocks the thread of the current micro-batch until all other micro-batches have reached the same barrier.
-        Saves and restores the states of the random number generators. Raises: Refused: another micro-batch is at a
-        different barrier; MicroBatchCancelled: another micro-batch or the caller's thread has failed."""
+        """Blocks the thread of the current micro-batch until all other micro-batches have reached the same barrier, and
+        the threads of earlier micro-batches have stopped at the next barrier or ended. Saves and restores the states of
+        the random number generators. Raises: Refused: another micro-batch is at a different barrier;
+        MicroBatchCancelled: another micro-batch or the caller's thread has failed."""
         number = self.current
         self._arrive(barrier)
         self._hand_on(number)
         self._take(number)
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Adds `p.grad` to the gradients of earlier micro-batches, on the device. A sum of several gradients is in
-        fp32, like the sums that the host computes with weights.order=by_micro_batch; a single gradient keeps its dtype.
-        Returns: the sum if this is the last micro-batch, otherwise None."""
+        """Removes `p.grad`, and adds it to the gradients of earlier micro-batches on the device. A sum of several
+        gradients is in fp32, like the sums that the host computes with weights.order=by_micro_batch; a single gradient
+        keeps its dtype. Returns: the sum if this is the last micro-batch, otherwise None."""
         gradient, p.grad = p.grad, None
         before = self.sums.pop(p, None)
         if before is not None:
@@ -183,10 +186,11 @@ class ByLayer:
 
 
 def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context manager that applies the calling thread's torch state in another thread: dispatch modes, grad
-    mode, inference mode and the current stream. Torch keeps all of these per thread. Autocast is per thread too, but no
-    precision that streams weights uses autocast. Within the context, backward runs in the thread that calls it even on
-    a card (not in autograd's own thread), so that hooks of backward can wait at barriers."""
+    """Returns a function that another thread calls to get a context manager in which this thread's torch state is
+    active: torch modes, grad mode, inference mode and the current stream. Torch keeps this state per thread. Autocast
+    is per thread too, but no precision that streams weights uses autocast. Within the context, backward runs in the
+    thread that calls it even on a card (not in autograd's own thread), so that hooks of backward can wait at
+    barriers."""
     assert not any(map(torch.is_autocast_enabled, ("cpu", *CARDS))), (
         "weights.order=by_layer does not carry autocast into its threads"
     )

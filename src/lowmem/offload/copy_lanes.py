@@ -1,13 +1,14 @@
-"""Copies tensors between host and device asynchronously, so that copies overlap with computation. All copies of weights
-and gradients in this folder go through these classes.
+"""Copies tensors between host and device asynchronously, so that copies overlap with computation. `link.py`,
+`registered.py`, `streamed.py` and `edges.py` copy weights and gradients with these classes, and
+`techniques/gradient_checkpointing/boundary.py` copies activations.
 
     Lane    a pair of copy streams, one per direction    `CardLane` (CUDA, ROCm, XPU)    `AtOnceLane` (CPU)
     Mark    an event of a stream                         `torch.Event`                   `AtOnce`
 
-A copy waits for one mark (its source is computed, or its target is free) and returns another mark (the copy is
-complete). Both sides can wait for a mark: `Lane.hold` makes the device wait, and `Mark.synchronize` makes the calling
-thread of the host wait. `torch.Stream` and `torch.Event` have the same interface for every kind of card. On a CPU, a
-copy is complete when the call returns.
+A copy starts after one mark (the source is computed, or the target is free), and returns another mark (the copy is
+complete). Both device and host can wait for a mark: `Lane.hold` makes the compute stream wait, and `Mark.synchronize`
+blocks the calling thread. `torch.Stream` and `torch.Event` have the same interface for every kind of card. On a CPU, a
+copy is complete when the call returns. `registered.py` wraps a lane, and has a further kind of mark.
 """
 
 import weakref
@@ -25,7 +26,7 @@ CARDS = ("cuda", "xpu")  # device types that have streams and separate memory; "
 class Lane(Protocol):
     """Copies between host and device that overlap with the device's computation."""
 
-    # True: asynchronous copies need pinned memory, so call `register`. False: it has no `register`.
+    # True: asynchronous copies need pinned memory, so call `register`. False: the lane has no `register`.
     registers: bool
 
     def staging(self, size: int) -> Tensor:
@@ -37,8 +38,13 @@ class Lane(Protocol):
         call. The mark does not wait for the copy streams."""
 
     def copy(self, to: Tensor, source: Tensor, after: "Mark") -> "Mark":
-        """Queues a copy that starts once the mark `after` is reached. Returns: a mark that is reached when the copy is
-        complete. Copies in the same direction keep their order, so waiting for the last copy waits for all of them."""
+        """Queues a copy that starts once the mark `after` is reached. The caller may free a `source` on the device
+        immediately, but must keep `to` until `hold` or `synchronize` was called for the returned mark.
+
+        Returns:
+            A mark that is reached when the copy is complete. Copies in the same direction keep their order, so the mark
+            of the last copy is reached after all earlier copies.
+        """
 
     def hold(self, until: "Mark") -> None:
         """Makes the compute stream wait for the mark `until` before any work that is queued after this call. The
@@ -67,7 +73,7 @@ class CardLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._registered: dict[int, weakref.finalize] = {}  # address of registered memory -> its finalizer
+        self._registered: dict[int, weakref.finalize] = {}  # address of registered memory -> finalizer that unpins it
         self._down, self._up = self.new_stream(), self.new_stream()
 
     def new_stream(self) -> torch.Stream:

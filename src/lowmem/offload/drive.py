@@ -20,9 +20,9 @@ forward and backward passes also access the swap files, for example to copy a bl
 `SwapFiles` has a lock.
 
 With 8-bit optimizer state and split masters (bf16) the drive stores 4.03 of the 6.03 bytes per parameter. Each
-optimizer step reads 4.03 bytes per parameter and writes 4.03 bytes. This takes no extra time if the drive is faster
-than the optimizer on the host, but it wears the drive (docs/drive.md says how much). Source: Rajbhandari et al. 2021,
-arXiv 2104.07857, who move 12 to 16 bytes per parameter in each direction.
+optimizer step reads 4.03 bytes per parameter and writes 4.03 bytes. These accesses take no extra time if the drive is
+faster than the optimizer on the host, but writing wears the drive (docs/drive.md says how much). Source: Rajbhandari et
+al. 2021, arXiv 2104.07857, who move 12 to 16 bytes per parameter in each direction.
 """
 
 import errno
@@ -44,7 +44,8 @@ from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, Scra
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 
 BOUNCE = THREADS * PIECE  # bytes; size of the buffer through which new tensors are written to a file
-# Approximate number of swap files per block. Fewer files need larger buffers; each file takes two file descriptors.
+# Approximate number of swap files for the masters and optimizer state of a block. Fewer files need larger buffers; each
+# file takes two file descriptors.
 PARTS = 4
 # The masters and optimizer state of a block's smallest weights, which together have at most this share of the block's
 # elements, stay in memory and are not swapped.
@@ -60,7 +61,7 @@ class Sizes(NamedTuple):
 
     tensors: int = 0  # tensors on the drive instead of in host memory
     files: int = 0  # the files, which are padded to full pages
-    room: int = 0  # upper limit of the host memory for buffers
+    room: int = 0  # memory limit of the buffers (`SwapFiles._room`)
     stepped: int = 0  # part of `files` that each optimizer step reads and writes: all except frozen weights
     masters: int = 0  # part of `tensors`: master weights, or their lower halves
     weights: int = 0  # part of `files`: 16-bit weights
@@ -76,7 +77,8 @@ def goes_to_drive(tensor: object) -> bool:
 
 
 class SwapFileEntry(NamedTuple):
-    """The location of a tensor on the drive. Any thread can read the tensor; `Registered` copies it to the device."""
+    """The location of a tensor on the drive: `nbytes` bytes from offset `start` in a file. Any thread can read the
+    tensor; `Registered` copies the tensor to the device."""
 
     file: ScratchFile
     start: int
@@ -98,13 +100,14 @@ class SwapFileEntry(NamedTuple):
 
 class SwapFile:
     """Some tensors, and the file to which they are swapped. The tensors are either masters and optimizer state, or the
-    16-bit weights of a block as one flat tensor. The masters and optimizer state belong to several weights of a block,
-    or to one large weight outside the blocks. After `store`, the data of each tensor is a view either of the buffer
+    16-bit weights of a block as one flat tensor. The masters and optimizer state belong to some weights of a block, or
+    to one large weight outside the blocks. After `store`, the data of each tensor is a view either of the buffer
     `memory` or of the memory-mapped file. Swapping changes only the data, so the Python object of a tensor stays valid.
 
     Args:
         drive: creates the file. If None, only sizes are computed.
-        single_weight: the file has one weight, so the file is unpinned as soon as this weight has been updated.
+        single_weight: the file is for one large weight, so the file is unpinned as soon as this weight has been
+            updated.
         stepped: each optimizer step changes the file.
         ahead: number of files to read ahead while this file is pinned.
     """
@@ -255,7 +258,7 @@ class SwapFiles:
         """Creates a swap file.
 
         Args:
-            single_weight: the file is for one large weight. While the file is pinned, no other file has a buffer.
+            single_weight: the file is for one large weight, and is unpinned as soon as the weight has been updated.
             stepped: each optimizer step changes the file.
             ahead: number of files to read ahead while this file is pinned.
         """
@@ -355,8 +358,8 @@ class SwapFiles:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _unpin(self) -> None:
-        """Starts to write the buffer of the pinned swap file. If the file has new tensors, waits until they are
-        written."""
+        """Starts to write the buffer of the pinned swap file. If the file has new tensors, writes them before this
+        method returns. A no-op if no file is pinned."""
         swap_file, self._now = self._now, None
         if swap_file is None:
             return
@@ -371,12 +374,12 @@ class SwapFiles:
             trim()  # otherwise the optimizer state of the first step would stay in the heap as freed memory
 
     def _bring(self, swap_file: SwapFile, waits: bool) -> bool:
-        """Starts to read a swap file, unless the file is in memory already.
+        """Starts to read a swap file, unless the file is in memory already or still empty.
 
         Args:
             swap_file: the file to read.
-            waits: if necessary, wait until another file has been written and its buffer can be reused. If False, the
-                file is read ahead, but only if a buffer is available now.
+            waits: True: the file is needed now, so wait if necessary until another file has been written and its buffer
+                can be reused. False: read the file ahead, but only if a buffer is available now.
 
         Returns:
             False if the file was not read because no buffer is available.
@@ -393,10 +396,12 @@ class SwapFiles:
         return True
 
     def _memory(self, swap_file: SwapFile, waits: bool) -> Tensor | None:
-        """Releases other files, the oldest first, until a buffer for a file fits into the memory limit. If `waits` is
-        True, the buffer may exceed the limit. Args: waits: see `_bring`. Returns: the buffer; None: it does not fit."""
+        """Returns a buffer for a file. Releases other files, the oldest first, until the buffer fits into the memory
+        limit. Returns None if it does not fit; if `waits` is True, the buffer may exceed the limit instead. Args:
+        waits: see `_bring`."""
         size = swap_file.size
-        # A large weight gets the only buffer: its first update creates optimizer state that `size` does not include.
+        # A new buffer for a large weight replaces all other buffers: the weight's first update creates optimizer state
+        # that `size` does not include.
         room = size if swap_file.single_weight else self._room({other: other.size for other in self._every})
         while True:
             for number, spare in enumerate(self._spare):
@@ -416,9 +421,9 @@ class SwapFiles:
         return torch.frombuffer(buffer(size), dtype=torch.uint8)
 
     def _room(self, sizes: Mapping[SwapFile, int]) -> int:
-        """Returns the memory limit in bytes: the largest total size of all buffers. Either one large weight has the
-        only buffer, or there are buffers for neighboring files: the file that is being written, the pinned file, and
-        the files that are read ahead. Args: sizes: size of each file."""
+        """Returns the memory limit of all buffers together, in bytes. The limit has room for the file of the largest
+        single weight, or for neighboring files, whichever is larger. Neighboring files are the file that is being
+        written, the pinned file, and the files that are read ahead. Args: sizes: size of each file."""
         row = [swap_file for swap_file in sizes if not swap_file.single_weight]
         largest = max((size for swap_file, size in sizes.items() if swap_file.single_weight), default=0)
         for first, swap_file in enumerate(row):
@@ -535,7 +540,7 @@ def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @contextmanager
 def failures_told(drive: Drive) -> Iterator[None]:
-    """Context that converts an `OSError` of the drive into a `DriveFailed` with advice."""
+    """Context manager that converts an `OSError` of the drive into a `DriveFailed` with advice."""
     try:
         yield
     except OSError as error:
@@ -556,7 +561,8 @@ def failures_told(drive: Drive) -> Iterator[None]:
 
 
 def _view(memory: object, place: Span) -> Tensor:
-    """Returns a tensor that is a view of a buffer but has a storage of only its own bytes, because `torch.save` writes
-    full storages. Args: memory: an object with the buffer protocol; place: the tensor's location in the buffer."""
+    """Returns a tensor that is a view of a buffer, but whose storage has only the bytes of this tensor, because
+    `torch.save` writes full storages. Args: memory: an object with the buffer protocol; place: the tensor's location in
+    the buffer."""
     flat = torch.frombuffer(memory, dtype=place.dtype, count=place.shape.numel(), offset=place.start)
     return flat.view(place.shape)

@@ -11,9 +11,9 @@ weight in host memory. The head's gradient then waits on the host until the embe
 the two are added in the weight's dtype, as autograd does.
 
 The embedding's own `forward` still runs, with the looked-up rows as its weight and row numbers as token ids. So other
-code of this `forward`, such as a scale factor, still applies. The thread that computes a micro-batch looks up the rows.
-On a card the host thread of `link.py` receives gradients: it calls `_take_rows` for the embedding, and `HostWeight.add`
-or `_put` for tiles of the head.
+code of this `forward`, such as a scale factor, still applies. The thread that computes the forward pass of a
+micro-batch looks up the rows. On a card the host thread of `link.py` receives gradients: it calls `_take_rows` for the
+embedding, and for tiles of the head `HostWeight.add`, or `_put` if the weight is tied.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,13 +65,14 @@ class Edge(HeadSource):
         # The keys of both dictionaries are indices of micro-batches, since several micro-batches may be in progress.
         # `_of_head`: the head's gradient of a tied weight, which waits in host memory for the embedding's gradient.
         self._of_head: dict[int, Tensor] = {}
-        # `_rows`: the looked-up rows for which backward has not computed a gradient yet
+        # `_rows`: looked-up rows whose gradient backward has not computed yet
         self._rows: dict[int, ref[nn.Parameter]] = {}
 
     def start(
         self, host_block: HostBlock, lane: Lane, sink: GradientSink | None, under_way: Callable[[], int] = lambda: 0
     ) -> None:
-        """Replaces the forward passes of embedding and head by functions that read the weight from host memory.
+        """Replaces the forward passes of embedding and head by functions that read the weight from host memory, and
+        makes this object the `source` of the head's tiles.
 
         Args:
             host_block: stores the weight.
@@ -81,7 +82,7 @@ class Edge(HeadSource):
         """
         self.host_block, self.lane, self.sink, self.under_way = host_block, lane, sink, under_way
         if self.embedding is not None:
-            # Copy these settings: when the host thread reads them, a lookup may have changed the module's settings.
+            # Copy these settings for the host thread, because a lookup temporarily changes the module's `padding_idx`.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
             self._padding = -1 if padding is None else padding
             self.staging, self._sent = lane.staging(0), lane.mark()
@@ -99,8 +100,8 @@ class Edge(HeadSource):
     # --- the embedding --------------------------------------------------------------------------------------------
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """The embedding's forward pass. Args: ids: (B, T) token ids, on the device. Returns: (B, T, H). Raises:
-        Refused: the weight is trained, and the model calls the embedding twice in one forward pass."""
+        """Computes the embedding's forward pass. Args: ids: (B, T) token ids, on the device. Returns: (B, T, H).
+        Raises: Refused: the weight is trained, and the model calls the embedding twice in one forward pass."""
         at = ids.flatten().cpu()  # blocks until the device has finished all work that was queued earlier
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
@@ -144,7 +145,8 @@ class Edge(HeadSource):
             self.embedding.weight, self.embedding.padding_idx = self.weight, padding
 
     def _leave(self, at: Tensor, rows: nn.Parameter) -> None:
-        """Hook on the looked-up rows: sends their gradient to the host, as soon as backward has computed it."""
+        """Sends the gradient of the looked-up rows to the host. A hook calls this method as soon as backward has
+        computed the gradient."""
         gradient, rows.grad = rows.grad, None
         self._rows.pop(self.under_way(), None)
         belongs(gradient, "gradients")
@@ -156,7 +158,7 @@ class Edge(HeadSource):
         self.sink.complete(self.weight)
 
     def _take_rows(self, at: Tensor, landed: Tensor, head_gradient: Tensor | None, start: int, piece: Tensor) -> None:
-        """Receives a piece of the rows' gradient (N, H); called by the host thread, or on a CPU by the thread that runs
+        """Receives a piece of the rows' gradient (N, H) in the host thread, or on a CPU in the thread that runs
         backward. After the last piece, adds the gradient of all rows to the weight's gradient (V, H), together with the
         head's gradient if the weight is tied."""
         _put(landed, start, piece)
@@ -217,14 +219,14 @@ class Edge(HeadSource):
 
     def whole_gradient(self) -> None:
         """Reports to the sink that all tiles of the gradient have been sent. For a tied weight this is a no-op, because
-        `_leave` reports after it has sent the embedding's gradient. Returns None, where `ResidentHead` returns the
-        gradient, since the gradient is in host memory."""
+        `_leave` reports after it has sent the embedding's gradient. Returns None and not the gradient, which is in host
+        memory."""
         if self.embedding is None:
             self.sink.complete(self.weight)
 
     def _multiply(self, hidden: Tensor) -> Tensor:
-        """The head's forward pass, for code that needs all logits, such as sampling. Args: hidden: (..., H). Returns:
-        (..., V)."""
+        """Computes the head's forward pass, for code that needs all logits, such as sampling. Args: hidden: (..., H).
+        Returns: (..., V)."""
         bias = self.head.bias
         products = [
             F.linear(hidden, tile, None if bias is None else bias[first : first + len(tile)])

@@ -2,8 +2,8 @@
 `StreamedWeights` (`streamed.py`) creates the buffers, also for an embedding or a head (`Edge`).
 
 A flat buffer needs only one copy to the device, and one call to pin its memory. The thread that runs forward or
-backward starts copies from the buffer, and the host thread of `link.py` updates the weights in place. Each of these two
-threads waits for the other:
+backward requests copies from the buffer, and the host thread of `link.py` updates the weights in place. Each of these
+two threads waits for the other:
 
     before a copy       wait until the host thread has done all queued updates    `wait_for_updates`
     before an update    wait until the last copy is complete                      `last_copy`
@@ -23,7 +23,7 @@ ALIGNED = 256  # bytes; each weight starts at a multiple of this number, like me
 
 
 class Span(NamedTuple):
-    """The location of one weight in a flat buffer."""
+    """The location of a weight in a flat buffer, or of a tensor in a swap file (`drive.py`)."""
 
     start: int  # offset in bytes
     shape: torch.Size
@@ -49,9 +49,9 @@ class HostBlock:
             start = -(-end // ALIGNED) * ALIGNED
             self.spans[p] = Span(start, p.shape, p.dtype)
             end = start + self.spans[p].size
-        self.updates: list[Future[None]] = []  # updates that are queued for the host thread
+        self.updates: list[Future[None]] = []  # updates that were queued since the last `wait_for_updates`
         self.last_copy: Mark | None = None  # reached when the last copy from this buffer is complete
-        # number of updates, including queued updates; a copy that was made at a lower number is out of date
+        # number of updates of single weights, including queued updates; a copy made at a lower number is out of date
         self.steps = 0
         with host_side(), torch.no_grad():
             # the flat buffer of a block is swapped to the drive if weights.drive_holds=all

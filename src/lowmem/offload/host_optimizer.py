@@ -41,7 +41,8 @@ class HostOptimizer(WindowOptimizer):
         autograd's thread             `collect`, `collect_and_step`, `step_early`; with weights.order=by_layer the
                                       thread of the micro-batch calls them
         the link's host thread        `_step`, `step_one`
-        the training thread           all other public methods
+        the training thread           all other public methods; with weights.order=by_layer the memory meter calls
+                                      `masters_on_host` and `gradients_on_host` in the threads of micro-batches, too
 
     Args:
         inner: the torch optimizer whose parameters are `HostWeight.wide`; it updates one parameter per call.
@@ -103,9 +104,9 @@ class HostOptimizer(WindowOptimizer):
     # --- after backward -------------------------------------------------------------------------------------------
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
-        """Waits until all gradients are on the host, and computes their norms. With early updates the norm is None, and
-        the loss counts as finite, because `MasterWeights` has already checked the loss. Discards all gradients if one
-        of them is not finite. Raises: NotFinite, DriveFailed: an earlier update failed."""
+        """Waits until all gradients are on the host, and computes their norms. With early updates the global norm is
+        None, and the loss counts as finite, because `MasterWeights` has already checked the loss. Discards all
+        gradients if one of them is not finite. Raises: NotFinite, DriveFailed: an earlier update failed."""
         self.link.finish()
         collected, self._reading = self._collected(), Reading(1 / scale)
         with host_side():
@@ -117,7 +118,7 @@ class HostOptimizer(WindowOptimizer):
         return Gradients(self._norm(), self._not_finite is None, self._steps_early or bool(loss.isfinite()))
 
     def _norm(self) -> Tensor | None:
-        """Returns the global norm of the window's gradients; None: early updates, or no gradients."""
+        """Returns the global norm of the window's gradients, or None with early updates and without gradients."""
         if self._steps_early or not self._norms:
             return None
         with host_side():
@@ -140,9 +141,9 @@ class HostOptimizer(WindowOptimizer):
         self._reading = self._reading._replace(clip=factor.item())
 
     def step(self) -> None:
-        """Queues the updates of all weights that were not updated inside backward. On a card the host thread runs these
-        updates, and this method returns immediately; on a CPU this method runs them. Each module waits for its own
-        weights before its next forward pass (`MasterWeights`)."""
+        """Queues the updates of all weights that have a gradient and were not updated inside backward. On a card the
+        host thread runs these updates, and this method returns immediately; on a CPU this method runs them. Each module
+        waits for its own weights before its next forward pass (`MasterWeights`)."""
         for master in self._collected():
             self._submit(master, self._reading)
 
@@ -153,7 +154,7 @@ class HostOptimizer(WindowOptimizer):
             master.complete = False
 
     def _collected(self) -> list[HostWeight]:
-        """Returns the masters whose gradient of this window has not been applied yet, in the model's order. So weights
+        """Returns the masters whose gradient of this window has not been applied yet, in the model's order: the weights
         that the next forward pass reads first are updated first."""
         return [master for master in self.masters.values() if master.complete]
 

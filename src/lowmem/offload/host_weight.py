@@ -6,12 +6,13 @@
     StochasticHostWeight    no master                                   bf16; updates are rounded up or down at random
 
 The inner optimizer's parameter is `wide` (fp32). In `SplitHostWeight` and `StochasticHostWeight`, `wide` is a
-placeholder with the shape of the weight between updates, and with some optimizers also during an update.
+placeholder with the shape of the weight between updates. With some optimizers (`OnePass`, `InPieces`) it remains a
+placeholder during an update.
 
 On a card the link's host thread adds gradients and updates weights: it calls `add`, `use`, `use_rows`, `gradient`,
 `narrow`, `step`, `master_tensors` and `used`. Meanwhile other threads may read `tensors` and `sum`, and attributes that
-do not change during training, such as `wide`, `weight` and `host_block`, to queue an update. They call or change
-anything else only while the host thread is idle.
+do not change during training, such as `wide`, `weight` and `host_block`, to queue an update. These threads call or
+change anything else only while the host thread is idle.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class HostWeight:
     Args:
         name: the parameter's name.
         weight: the parameter, whose data the constructor rounds to `dtype`.
-        dtype: dtype of the weight that forward and backward read: bf16 or fp16; fp32 if the weight is not rounded.
+        dtype: dtype of the weight in forward and backward: bf16 or fp16; fp32 if the weight is not rounded.
     """
 
     rest: Tensor | None = None  # int16, lower half of the fp32 weight; None: `checkpoint_tensor` has the full value
@@ -47,7 +48,7 @@ class HostWeight:
         self.sum: Tensor | None = None
         self.complete = False  # True: `sum` contains at least one full gradient of this window
         self.single_gradient = False  # True: `sum` contains a single gradient of this window
-        self.borrowed = False  # True: `sum` is the tensor that `use` received, so `used` drops `sum`
+        self.borrowed = False  # True: `use` has set `sum` to a gradient without a copy, so `used` frees `sum`
         self._round_weight(dtype)
 
     def _round_weight(self, dtype: torch.dtype) -> None:
@@ -81,7 +82,7 @@ class HostWeight:
     @property
     def checkpoint_tensor(self) -> Tensor:
         """Returns the tensor that a checkpoint stores under the weight's name: the master, or in a subclass without a
-        full master the 16-bit weight. The tensor is not a copy (`by_itself`). A checkpoint also stores `rest`."""
+        full master the 16-bit weight. The tensor is not a copy. A checkpoint also stores `rest`."""
         return self.full_precision
 
     def master_tensors(self) -> dict[str, Tensor]:
@@ -116,15 +117,15 @@ class HostWeight:
         self.complete = self.complete or start + piece.numel() == self.sum.numel()
 
     def use(self, start: int, piece: Tensor) -> None:
-        """Like `add`, for a full gradient that is applied immediately. If there is no `sum` yet, `piece` itself becomes
-        `sum`, without a copy."""
+        """Adds a full gradient, like `add`. If `sum` is None, `piece` itself becomes `sum` without a copy, so the
+        caller must not use the memory of `piece` again."""
         if self.sum is None:
             self.sum, self.complete, self.single_gradient, self.borrowed = piece, True, True, True
         else:
             self.add(start, piece)
 
     def use_rows(self, at: Tensor, rows: Tensor) -> None:
-        """Adds the gradient of an embedding (V, H) that is zero except in some rows. `sum` has all V rows.
+        """Adds the gradient of an embedding (V, H) that is zero except in some rows. `sum` has all V x H elements.
 
         Args:
             at: (N,), row numbers. The gradients of equal row numbers are summed.
@@ -147,9 +148,9 @@ class HostWeight:
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """Called after an update: marks the gradient as applied. `sum` is kept as a buffer for the next window, unless
-        it contains a single gradient that was borrowed or applied inside backward. Then `sum` is freed: such gradients
-        are applied one by one, so few of them are in host memory at the same time.
+        """Marks the gradient as applied, after an update. `sum` is kept as a buffer for the next window, unless it
+        contains a single gradient that was borrowed or applied inside backward. Then `sum` is freed: gradients that are
+        applied inside backward are applied one by one, so few of them are in host memory at the same time.
 
         Args: early: the update ran inside backward.
         """
@@ -160,8 +161,8 @@ class HostWeight:
     # --- its step -------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: WindowOptimizer, step: Step) -> None:
-        """Updates the weight. Args: optimizer: the `HostOptimizer`; step: the arguments of the update. `step.narrow`
-        receives the new 16-bit weight."""
+        """Updates the master, and rounds it into `step.narrow`. Args: optimizer: the `HostOptimizer`; step: the
+        arguments of the update."""
         if isinstance(optimizer.inner, OnePass):
             optimizer.inner.step_from(step, self.rest)
         else:
@@ -170,10 +171,10 @@ class HostWeight:
             self._write(step.narrow)
 
     def _widen(self, narrow: Tensor) -> None:
-        """Called before an update: a subclass whose `wide` is a placeholder writes the fp32 weight into `wide`."""
+        """Sets `wide` to the fp32 weight before an update, in a subclass whose `wide` is a placeholder."""
 
     def _write(self, narrow: Tensor) -> None:
-        """Called after an update: rounds `wide` into `narrow`, and stores the master."""
+        """Rounds `wide` into `narrow` after an update, and stores the master."""
         fp32_halves.round_into(self.wide.data, narrow)
 
     def _forget(self) -> None:
@@ -294,9 +295,9 @@ def rounded_to(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_itself(tensor: Tensor) -> Tensor:
-    """Returns a tensor that shares memory with `tensor`, but has a storage of only its own bytes. `torch.save` writes
-    full storages, and the storage of a `HostBlock` also contains frozen weights, which a checkpoint must not store.
-    Args: tensor: contiguous, in host memory."""
+    """Returns a tensor that shares memory with `tensor`, but whose storage has only the bytes of this tensor.
+    `torch.save` writes full storages, and the storage of a `HostBlock` also contains frozen weights, which a checkpoint
+    must not store. Args: tensor: contiguous, in host memory."""
     flat = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
     return flat.view(tensor.dtype).view(tensor.shape)
 

@@ -6,12 +6,13 @@ new weights back. `HostOptimizer`, `MasterWeights`, `StreamedWeights` and `Edge`
     "host-step"      receives each piece once it is on the host, and frees the slot (`Receive`);
                      runs the updates that `update` and `update_block` have queued;
                      copies new weights through other staging slots (`Staging`)                    host to device
-    "gradients"      only if `ahead` is set: launches the copies of `fetch` in its place           device to host
+    "gradients"      only if `ahead` is set: launches the copies instead of autograd's thread      device to host
     training         `wait`: makes the device wait for one weight before a module reads it
 
-The other modules of this folder call "host-step" the host thread. With weights.order=by_layer the thread of the
-micro-batch runs forward and backward, and calls `wait` and `fetch`. At the end of the window the training thread calls
-`fetch` for the sums of gradients that no micro-batch has sent.
+The other modules of this folder call "host-step" the host thread. Updates are queued by the training thread after
+backward, and by autograd's thread if they are early (`HostOptimizer`). With weights.order=by_layer the thread of the
+micro-batch runs forward and backward, so this thread calls `wait` and `fetch`, and queues early updates. At the end of
+the window the training thread calls `fetch` for the sums of gradients that no micro-batch has sent.
 
 The staging slots have a fixed total size. If the device is faster than the host, `fetch` blocks until a slot is free,
 so gradients cannot fill the host's memory. If gradients come in bursts (`by_layer.py`), the "gradients" thread waits
@@ -56,7 +57,7 @@ class Link:
     # True: `Receive` gets pieces of staging memory, which is overwritten after the call, so the receiver must copy them
     lends = False
     # bytes of gradients that may wait on the device for a staging slot after `fetch` has returned; 0: `fetch` itself
-    # waits for the slots. Set this before the first `fetch`.
+    # waits for the slots. Set this before the first job, which starts the threads.
     ahead = 0
 
     def fetch(self, gradient: Tensor, receive: Receive) -> None:
@@ -69,8 +70,8 @@ class Link:
         receive(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
-        """Computes the new value of a weight on the host, after all work that was queued earlier, and copies the value
-        to the device.
+        """Queues the update of a weight: `compute` writes the new value after all work that was queued earlier, and
+        the value is copied to the device.
 
         Args:
             weight: the weight on the device.
@@ -79,8 +80,8 @@ class Link:
         compute(weight.detach())
 
     def update_block(self, host_block: HostBlock, compute: Callable[[], None]) -> None:
-        """Updates weights in place in their host block, after all work that was queued earlier and after the last copy
-        of the block. Nothing is copied to the device."""
+        """Queues the update of a streamed weight: `compute` changes the weight in its host block, after all work that
+        was queued earlier and after the last copy of the block. Nothing is copied to the device."""
         host_block.steps += 1
         if host_block.last_copy is not None:
             host_block.last_copy.synchronize()
@@ -88,7 +89,7 @@ class Link:
 
     def wait(self, weight: Tensor) -> None:
         """Blocks until the host has computed the last update of the weight, then makes the device wait for the copy of
-        the new weight. Raises the error of an update that failed."""
+        the new weight. A no-op for a streamed weight. Raises the error of an update that failed."""
 
     def finish(self) -> None:
         """Blocks until the host has done all queued work. Raises the first error of the link's threads, also if an
@@ -125,10 +126,11 @@ class FileBytes(Protocol):
 
 class Staging:
     """Copies host memory that is not pinned, or bytes of a file, to the device in pieces, through pinned staging slots.
+    Only one thread may use an object: the host thread in `StagedLink`, the "staging" thread in `Registered`.
 
     Args:
         lane: the device's copy streams.
-        slot_bytes: size of a slot.
+        slot_bytes: size of a slot in bytes.
         slots: number of slots.
     """
 
@@ -137,7 +139,7 @@ class Staging:
         self._slots = deque((_from_a_page(lane, slot_bytes), lane.mark()) for _ in range(slots))
 
     def send(self, source: Tensor, to: Tensor, after: Mark) -> Mark:
-        """Copies a tensor to the device. Blocks until the last piece is in a slot.
+        """Copies a tensor to the device. Returns as soon as the copy of the last piece is queued.
 
         Args:
             source: the tensor in host memory.
@@ -157,7 +159,7 @@ class Staging:
         return after
 
     def read(self, source: FileBytes, to: Tensor, after: Mark) -> Mark:
-        """Copies bytes of a file to the device, like `send`. Args: source: the bytes; to: (bytes,), on the device;
+        """Copies bytes of a file to the device, like `send`. Args: source: the file; to: (bytes,), on the device;
         after: see `send`."""
         for start, piece in pieces(to, self.slot_bytes):
             slot, free = self._slots.popleft()
@@ -169,7 +171,7 @@ class Staging:
 
 
 def _from_a_page(lane: Lane, size: int) -> Tensor:
-    """Returns page-aligned staging memory. Pinned memory is always page-aligned; the staging memory of a CPU may not
+    """Returns page-aligned staging memory. Pinned memory is always page-aligned, but staging memory of a CPU may not
     be."""
     memory = lane.staging(size)
     if memory.data_ptr() % PAGE == 0:
@@ -186,8 +188,8 @@ def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 class StagedLink(Link):
-    """The link to a device with separate memory. Copies use pinned staging slots. A host thread receives the gradients
-    and runs the updates, in the order of the calls. The docstring of the module describes the threads.
+    """The link to a device with separate memory. Copies use pinned staging slots. The docstring of the module describes
+    the threads.
 
     Args:
         lane: the device's copy streams.
@@ -210,10 +212,10 @@ class StagedLink(Link):
         self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # for "gradients"
         # bytes of each gradient whose copies the "gradients" thread has launched
         self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._waiting = 0  # bytes of the gradients that are still queued on the device
+        self._waiting = 0  # upper limit of the bytes of gradients that are still queued on the device
         self._failed: BaseException | None = None  # the first error of a thread
         self._scratch = torch.empty(0, dtype=torch.uint8)  # memory of `_landing`
-        # running from the first job until `close`; a second fit starts new threads
+        # the threads run from the first job until `close`; a second fit starts new threads
         self._threads: list[threading.Thread] = []
 
     def _start(self) -> None:
@@ -249,7 +251,8 @@ class StagedLink(Link):
             self._jobs.put(partial(self._receive, gradient.receive, start, host, landed, slot))
 
     def _send_all(self) -> None:
-        """The loop of the "gradients" thread: sends gradients, and forwards all other jobs to "host-step", in order."""
+        """Runs the "gradients" thread: launches the copies of gradients, and forwards all other jobs to "host-step",
+        in the order of the calls."""
         while (job := self._leaving.get()) is not None:
             if not isinstance(job, Gradient):
                 self._jobs.put(job)

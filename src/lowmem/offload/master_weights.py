@@ -1,9 +1,9 @@
-"""The callback that keeps 16-bit weights on the device and their fp32 masters on the host, and connects the masters to
-the training loop.
+"""Implements the callback that keeps 16-bit weights on the device and their fp32 masters on the host, and connects the
+masters to the training loop.
 
 The card keeps only the 16-bit weights (2 bytes per parameter; with weights=streamed only for the blocks that compute).
-Host memory keeps the fp32 masters (streamed weights have other forms of masters, see `host_weight.py`), the optimizer
-state, and the gradients of an optimizer step. In the order of a run, the callback
+Host memory keeps the fp32 masters (`host_weight.py` describes other forms of masters), the optimizer state, and the
+gradients of an optimizer step. In the order of a run, the callback
 
     creates the masters from the loaded weights, before the weights are rounded and moved    `make`
     creates the optimizer of the masters                                                     `optimizer`
@@ -37,7 +37,7 @@ ROUNDINGS = "random_roundings"  # key of a checkpoint: name -> number of random 
 
 
 class MasterWeights(Callback):
-    """Updates 16-bit weights on the device from fp32 masters on the host.
+    """Updates 16-bit weights, on the device or streamed, from fp32 masters on the host.
 
     With `Update.early` each master is updated as soon as the last gradient of its weight in this window is on the host.
     The update then overlaps with backward. With one micro-batch per window, or with weights.order=by_layer, the host
@@ -89,8 +89,8 @@ class MasterWeights(Callback):
             master.moved(self.weights.host_block(master.weight))
 
     def _new(self, name: str, p: nn.Parameter) -> HostWeight:
-        """Creates the `HostWeight` of a parameter, and rounds the parameter to 16 bits, unless an adapter keeps the
-        parameter in fp32."""
+        """Creates the `HostWeight` of a parameter, and rounds the parameter to 16 bits. With precision=bf16-sr nothing
+        is rounded here: the parameter was loaded in bf16, or an adapter keeps it in fp32."""
         dtype = self.precision.dtype
         if self.precision.steps_on_host == "always":
             split = dtype == torch.bfloat16 and self.weights.waits_on_host(p)
@@ -150,9 +150,9 @@ class MasterWeights(Callback):
         self._loss = 0.0
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """With early updates, checks that the window's loss is finite before any master is updated. Masters are updated
-        only during the backward pass of the last micro-batch, so the host reads the loss from the card once per window.
-        Raises: NotFinite: the loss is not finite."""
+        """Checks, if updates are early, that the window's loss is finite before any master is updated. Masters are
+        updated only during the backward pass of the last micro-batch, so the host reads the loss from the card once per
+        window. Raises: NotFinite: the loss is not finite."""
         if not module.update.early:
             return
         self._loss = self._loss + loss.detach()
@@ -190,7 +190,8 @@ class MasterWeights(Callback):
             self.link.wait(p)
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        """Returns the current 16-bit weight, on the device or in host memory. Call `arrived` first."""
+        """Returns the current weight that forward and backward read, on the device or in host memory. Call `arrived`
+        first."""
         return self.masters[p].narrow if p in self.masters else self.weights.stored(p)
 
     def full_precision(self, p: nn.Parameter) -> Tensor:
@@ -202,7 +203,7 @@ class MasterWeights(Callback):
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         """Saves the masters under the names of the weights, so that a run with any other precision can resume from the
         checkpoint. The two halves of split masters are saved separately, so saving needs no full copy: the lower halves
-        are under the key "rests", which `CausalLM.load_state_dict` reads."""
+        are under the key "rests", which `CausalLM.on_load_checkpoint` reads."""
         self.arrived()
         # a tied weight is listed once
         tensors = {id(p): self.masters[p].checkpoint_tensor for _, p in trainable(module)}
@@ -215,7 +216,8 @@ class MasterWeights(Callback):
         checkpoint[ROUNDINGS] = {master.name: master.steps for master in rounded}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        # Earlier versions stored the counts in the precision's state. A run whose optimizer was on the device has none.
+        # Earlier versions stored the counts in the precision's state. If the optimizer was on the device, a checkpoint
+        # has no counts.
         earlier = checkpoint.get(type(trainer.precision_plugin).__qualname__, {}).get("steps", {})
         self._roundings = checkpoint.get(ROUNDINGS, earlier)
 

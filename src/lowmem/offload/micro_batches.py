@@ -11,7 +11,8 @@ must draw equal random numbers, so each state begins as follows:
 
 In a window of one micro-batch no state is saved or restored. `CausalLM.run_window` creates the states, and
 `WeightsOnDevice.run_micro_batches` or `ByLayer` restores a micro-batch's state whenever the micro-batch starts or
-continues, and saves the state whenever the micro-batch pauses or ends.
+continues, and saves the state whenever the micro-batch pauses or ends. `Generators.alike` is for forward passes without
+gradients.
 """
 
 from collections.abc import Sequence

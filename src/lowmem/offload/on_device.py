@@ -1,15 +1,15 @@
 """Defines the interface `WeightsOnDevice`: where weights are stored while they are not in use, and in which order the
 micro-batches run through the blocks.
 
-`WeightsOnDevice` itself is the default: all weights stay on the device. `StreamedWeights` (`streamed.py`) overrides its
-methods. `MasterWeights`, `HostOptimizer` and `CausalLM` call the methods, mainly:
+`WeightsOnDevice` itself is the default: all weights stay on the device. `StreamedWeights` (`streamed.py`) overrides
+most methods. `MasterWeights`, `HostOptimizer` and `CausalLM` call the methods, mainly:
 
     bring_in, put                   before and after each weight's update on the host (swapping with a drive); also when
                                     the master or the optimizer state has been created or restored
     move_in                         once, after the model has its final dtypes
     start, stop                     before the first forward pass, after the last pass
     run_micro_batches               for each window: runs its micro-batches
-    take_gradient                   for each gradient, right after backward has computed it
+    take_gradient                   for each gradient in `p.grad`, right after backward has computed it
     finish                          before code reads the host tensors: waits for the drive
     *_tensors, staging_buffers      for code that measures memory
 """
@@ -26,8 +26,7 @@ from lowmem.system.scratch_file import Drive
 
 
 class WeightsOnDevice:
-    """Keeps all weights on the device. Subclasses keep some weights in host memory. Code that updates, measures or
-    saves weights calls these methods."""
+    """Keeps all weights on the device. Subclasses keep some weights in host memory."""
 
     streams = False  # True: some weights are stored in host memory, and are copied to the device before their use
     overlaps = False  # True: several micro-batches of a window may be in progress at the same time
@@ -45,12 +44,12 @@ class WeightsOnDevice:
         Lightning, then moves all other weights to the device. Args: device: the device that computes."""
 
     def start(self, sink: object = None) -> None:
-        """Called before the first forward pass. Args: sink: receives the gradients of the embedding and the head
-        (`edges.GradientSink`); None in an evaluation."""
+        """Prepares streaming before the first forward pass; a no-op if already started. Args: sink: receives the
+        gradients of the embedding and the head (`edges.GradientSink`); None in an evaluation."""
 
     def stop(self) -> None:
-        """Called after the last pass: sets the data of each streamed parameter to its full, current value in host
-        memory."""
+        """Ends streaming after the last pass, and sets the data of each streamed parameter to its full, current value
+        in host memory (or on the drive)."""
 
     def run_micro_batches(self, runs: Sequence[Callable[[], None]], generators: Generators) -> None:
         """Computes the micro-batches of a window, by default one after the other.
@@ -82,8 +81,8 @@ class WeightsOnDevice:
             self.run_micro_batches(together, Generators.alike(device, len(together), seed))
 
     def enter(self, number: int, count: int) -> None:
-        """Called when a micro-batch starts or continues. Args: number: the index of the micro-batch; count: number of
-        micro-batches in the window."""
+        """Sets `under_way` and `last` when a micro-batch starts or continues. Args: number: the index of the
+        micro-batch; count: number of micro-batches in the window."""
         self.under_way, self.last = number, number == count - 1
 
     def take_gradient(self, p: nn.Parameter) -> Tensor | None:
@@ -94,13 +93,14 @@ class WeightsOnDevice:
         return gradient
 
     def bring_in(self, p: nn.Parameter) -> None:
-        """Reads the master and optimizer state of a weight from the drive, if one is used, into host memory. Called
-        before the host updates the weight, and before `put` stores tensors that were created or restored. Raises:
-        DriveFailed: a read or write failed."""
+        """Reads everything that the update of a weight needs from the drive, if one is used, into host memory: the
+        master, the optimizer state and, with weights.drive_holds=all, the block's 16-bit weights. Called before the
+        host updates the weight, and before `put` stores tensors that were created or restored. Raises: DriveFailed: a
+        read or write failed."""
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
-        """Called when the host tensors of a weight have been created, restored or updated. Afterwards these tensors may
-        be swapped to the drive, until the next `bring_in` of the weight.
+        """Allows the drive, if one is used, to swap out the host tensors of a weight until the next `bring_in` of the
+        weight. Called when these tensors have been created, restored or updated.
 
         Args:
             p: the weight.
@@ -114,8 +114,8 @@ class WeightsOnDevice:
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        """Context in which a checkpoint or an export reads all host tensors, which may be on a drive. Raises:
-        DriveFailed: a file on the drive cannot be read."""
+        """Context manager in which a checkpoint reads all host tensors, which may be on a drive. Raises: DriveFailed: a
+        file on the drive cannot be read."""
         yield
 
     def waits_on_host(self, p: nn.Parameter) -> bool:
@@ -136,11 +136,11 @@ class WeightsOnDevice:
         return ()
 
     def host_tensors(self) -> Iterator[Tensor]:
-        """Returns the host buffers of streamed weights, which have 16 bits or are quantized to 4 bits."""
+        """Returns the host buffers of streamed weights, except buffers that are stored on a drive."""
         return (host_block.flat for host_block in self.host_blocks)
 
     def staging_buffers(self) -> Iterable[Tensor]:
-        """Returns host buffers through which weights are copied to the device, or to and from a drive."""
+        """Returns the host buffers for copies of embedding rows to the device, and of tensors to and from a drive."""
         return ()
 
     @property

@@ -1,19 +1,19 @@
-"""Pins the host memory of streamed weights with cudaHostRegister, and copies weights from it to the device.
-`StreamedWeights` (`streamed.py`) uses this module.
+"""Pins the host memory of streamed weights with cudaHostRegister, and copies weights from host memory or a drive to the
+device. `StreamedWeights` (`streamed.py`) and `Edge` (`edges.py`) use the class `Registered`.
 
-Memory that is registered in place needs no second copy. Torch's allocator of pinned memory would also round each size
-up to a power of two. Registered pages count as locked memory, so `ulimit -l` (often low in containers) must allow them.
-On a machine with several NUMA nodes, copies are fastest from memory of the card's node: start the run under
-`numactl --cpunodebind=N --membind=N`.
+cudaHostRegister pins memory in place. Torch's allocator of pinned memory would need a second copy of the weights, and
+would round each size up to a power of two. Registered pages count as locked memory, so `ulimit -l` (often low in
+containers) must allow them. On a machine with several NUMA nodes, copies are fastest from memory of the card's node:
+start the run under `numactl --cpunodebind=N --membind=N`.
 
-Memory that cannot be registered, and weights on a drive, need one more thread:
+Copies from memory that cannot be registered, and from a drive, need an additional thread:
 
     registered        host memory -----------------------------------------> device    started by the calling thread
     not registered    host memory or drive -> two pinned staging buffers --> device    started by the "staging" thread
 
-The "staging" thread copies piece by piece, so `copy` returns immediately. `hold` blocks the calling thread until the
-"staging" thread has launched the copy of the last piece. If the "staging" thread exists, it also starts the copies from
-registered memory, so that all copies keep their order.
+The "staging" thread copies piece by piece, while `copy` returns immediately. `hold` blocks the calling thread until the
+"staging" thread has launched the copy of the last piece. If the "staging" thread exists, it starts all other copies,
+too, so that all copies keep their order.
 """
 
 import logging
@@ -39,7 +39,7 @@ class Registered:
         lane: the device's copy streams.
         memory: host tensors to register. They stay registered until `close`.
         slot_bytes: size of each staging buffer in bytes.
-        reads: some weights are on a drive, so copies need the "staging" thread.
+        reads: True: some weights are on a drive, so copies need the "staging" thread.
     """
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES, reads: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Streams weights: each block's 16-bit weights are stored in host memory, and copied to the device just before the
-block computes. `CausalLM` and `MasterWeights` use the class `StreamedWeights` through the interface in `on_device.py`.
+block computes. `CausalLM`, `MasterWeights` and `HostOptimizer` use the class `StreamedWeights` through the interface in
+`on_device.py`.
 
     compute stream    | block 0      | block 1      | block 2      |      forward; backward runs from last to first
     copy stream       | copy 1       | copy 2       | copy 3       |      prefetch of the next block
@@ -7,20 +8,23 @@ block computes. `CausalLM` and `MasterWeights` use the class `StreamedWeights` t
     slot 1            | -> block 1   | block 1      | -> block 3   |      the next block is copied into the other slot
 
 Hooks do all this work, in the thread that runs the forward or backward pass. "Wait" means that the compute stream
-waits. The thread itself waits only for queued updates of a block before it starts to copy the block, and for the
-"staging" thread, if there is one (`registered.py`):
+waits:
 
     forward pre-hook of block n          free the slots of earlier blocks, wait for block n's copy, prefetch n + 1
     forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
     hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1
 
-Backward computes the gradient of a block's output after all later blocks have finished backward, and before anything in
-the block is recomputed. So a single hook works with every kind of activation checkpointing.
+Before the thread starts to copy a block, it blocks until the host has done the queued updates of the block, and with
+weights.drive_holds=all until the updated weights are on the drive. The thread also waits for the "staging" thread
+(`registered.py`), and at the barriers of weights.order=by_layer (`by_layer.py`).
+
+Backward computes the gradient of a block's output after all later blocks have finished backward, and before it
+recomputes the block. So this hook works with every kind of activation checkpointing. If several blocks are checkpointed
+together, backward recomputes all of them at once, and the forward pre-hook of each block binds the block's weights.
 
 A `HostBlock` (`host_block.py`) stores the weights of a block; a `Slot` is device memory for a copy of these weights.
-`_bind` makes a block's parameters views of the slot. At all other times each parameter is a single NaN expanded to its
-shape (0 for packed 4-bit weights), so code that reads a weight too early or too late gets NaN instead of a plausible
-number.
+`_bind` makes a block's parameters views of the slot. Between `move_in` and `stop`, all streamed parameters that are not
+bound are placeholders: each is a single NaN, expanded to the shape of the parameter (`nowhere`).
 
 Saves 2 bytes of device memory per parameter of the blocks, except for the slots. Copies up to 4 bytes per parameter and
 micro-batch to the device: 2 in forward and 2 in backward. With weights.order=by_layer the copies are up to 4 bytes per
@@ -55,7 +59,7 @@ class Layout(NamedTuple):
     """The weights that are streamed."""
 
     blocks: list[nn.Module]  # streamed blocks, in the order of a forward pass
-    weights: list[list[Tensor]]  # the weights of each streamed block
+    weights: list[list[Tensor]]  # the streamed weights of each of these blocks; their other weights stay on the device
     edges: list[Edge]  # streamed embedding and head
     in_blocks: set[Tensor]  # weights of all blocks, including blocks that stay on the device
 
@@ -77,15 +81,16 @@ class StreamedWeights(WeightsOnDevice):
     """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles.
 
     During training the link's host thread calls `bring_in` and `put`. Hooks on blocks and gradients run in the
-    threads of forward and backward passes, and call `take_gradient`. With `by_layer`, these threads also call
-    `enter`. The training thread calls all other methods.
+    threads of forward and backward passes, and call `take_gradient`. With `by_layer`, the threads of the micro-batches
+    also call `enter`, and the memory meter reads `*_tensors` and `staging_buffers` there. The training thread calls all
+    other methods.
 
     Args:
         layout: the weights that are streamed.
         slots: number of blocks whose weights are on the device at the same time. Backward allocates more slots if
             more blocks are recomputed together.
         by_layer: all micro-batches of a window compute a block before any computes the next block.
-        drive: stores masters and optimizer state. If None, they are in host memory.
+        drive: stores masters and optimizer state; None: host memory stores them.
         drive_weights: the drive also stores the blocks' 16-bit weights.
     """
 
@@ -147,7 +152,7 @@ class StreamedWeights(WeightsOnDevice):
         yield from (edge.staging for edge in self.edges if edge.staging is not None)
 
     def host_tensors(self) -> Iterator[Tensor]:
-        """Yields the host memory that stores 16-bit weights."""
+        """Yields the host buffers of streamed weights, except blocks that are stored on the drive."""
         yield from () if self._reads else super().host_tensors()
         yield from (self._host_block_of[edge.weight].flat for edge in self.edges if edge.weight in self._host_block_of)
 
@@ -165,8 +170,8 @@ class StreamedWeights(WeightsOnDevice):
             self._on_drive.put(p, name, tensors)
 
     def on_drive(self, host_tensors: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
-        """Returns the sizes that the host tensors have on a drive, or would have if a drive were used. Args:
-        host_tensors: the arguments of `put` for each weight."""
+        """Returns the sizes on a drive of the host tensors and, with weights.drive_holds=all, of the blocks' 16-bit
+        weights, also if no drive is used. Args: host_tensors: the arguments of `put` for each weight."""
         on_drive = self._stored_by(None)
         for p, name, tensors in host_tensors:
             on_drive.put(p, name, tensors)
@@ -229,7 +234,7 @@ class StreamedWeights(WeightsOnDevice):
             hook.remove()
         for edge in self.edges:
             edge.stop()
-        # the error has already been raised where code waited for the work, so `stop` ignores the error and completes
+        # an error of queued work has already been raised where code waited for the work, so ignore it here
         ignoring_errors = suppress(Exception)
         if self._up is not None:
             with ignoring_errors:
@@ -304,9 +309,9 @@ class StreamedWeights(WeightsOnDevice):
             self._release(lambda other, _: other == number)
 
     def _reached(self, number: int) -> None:
-        """Called in backward when the gradient of a block's output exists, so all later blocks have finished backward.
-        Frees the later blocks' slots, binds this block's weights, and prefetches earlier blocks as long as slots are
-        free."""
+        """Frees the slots of later blocks, binds this block's weights, and prefetches earlier blocks as long as slots
+        are free. Called in backward when the gradient of the block's output exists, so all later blocks have finished
+        backward."""
         if self._window is not None:
             self._window.barrier(("backward", number))
         self._release(lambda other, _: other > number)
@@ -330,8 +335,8 @@ class StreamedWeights(WeightsOnDevice):
         return next((slot for slot in self._slots if slot.host_block is block and slot.steps == block.steps), None)
 
     def _fetch(self, number: int) -> bool:
-        """Starts to copy a block's weights into a free slot, unless a slot already has them. Blocks until the host has
-        done all queued updates of the block. Returns: False if no slot is free."""
+        """Starts to copy a block's weights into a free slot, unless a slot already has the current weights. Before a
+        copy, blocks until the host has done all queued updates of the block. Returns: False if no slot is free."""
         if self._slot_of(number) is not None:
             return True
         for slot in self._slots:
@@ -350,7 +355,8 @@ class StreamedWeights(WeightsOnDevice):
         return True
 
     def _source(self, host_block: HostBlock) -> Tensor | FileBytes:
-        """Returns a block's weights as a host tensor, or an object that reads the weights from the drive."""
+        """Returns a block's weights as a host tensor, or with weights.drive_holds=all their location on the drive.
+        Blocks until the drive has written the weights."""
         if not self._reads:
             return host_block.flat
         return self._on_drive.weights(next(iter(host_block.spans)))
@@ -369,8 +375,8 @@ class StreamedWeights(WeightsOnDevice):
             slot.bound = True
 
     def _release(self, which: Callable[[int, Slot], bool]) -> None:
-        """Frees the slots for which a function returns True. Args: which: the function; called with (index of a block,
-        slot of this block)."""
+        """Frees the slots that `which` selects. Args: which: called with (index of a block, slot of this block);
+        returns True to free the slot."""
         for slot in self._slots:
             if slot.host_block is not None and which(self.host_blocks.index(slot.host_block), slot):
                 self._free(slot)

@@ -12,7 +12,7 @@ zero.
 
 Rounding to nearest even could not be inverted: 65,537 fp32 numbers round to each even bf16 number, and a 16-bit
 remainder distinguishes only 65,536. An fp16 weight cannot be the upper half of its master, because fp16 has fewer
-exponent bits than fp32. Joining the halves costs one more addition per weight and step. Source:
+exponent bits than fp32. Joining the halves costs a shift and an addition per weight and step. Source:
 github.com/tascj/offload_adam.
 """
 

@@ -1,8 +1,7 @@
 """Unscales and clips stored gradients, and computes gradient norms.
 
-The optimizers in `step/optimizer.py` and `offload/host_optimizer.py` call these functions, and strategies compute
-gradient norms with `norm_of` and `norm_of_all`. A stored gradient has 16 or 32 bits, and may still be multiplied by the
-loss scale.
+The optimizers in `step/optimizer.py` and `offload/host_optimizer.py`, and strategies, call these functions. A stored
+gradient has 16 or 32 bits, and may still be multiplied by the loss scale.
 """
 
 import math
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 
 
 class Reading(NamedTuple):
-    """Converts a stored gradient g to the gradient that the optimizer reads: clamp(g * unscale, -limit, limit) * clip.
+    """The conversion of a stored gradient g to the gradient that the optimizer reads: clamp(g * unscale, -limit, limit)
+    * clip.
 
     Args:
         unscale: 1 / loss scale.
@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 
 
 def finite(tensor: Tensor) -> bool:
-    """Returns True if all elements are finite, or if there are no elements. If an element is nan or inf, the minimum or
+    """Returns True if all elements are finite, or if the tensor is empty. If an element is nan or inf, the minimum or
     the maximum is nan or inf, too. Computing minimum and maximum needs no copy of the tensor, and is 40 times as fast
     as isfinite().all()."""
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))

@@ -28,7 +28,8 @@ class Step(NamedTuple):
         p: the fp32 parameter. Its data is a placeholder that takes no memory if there is no fp32 master, or if the
             master is stored in two halves.
         reading: unscales and clips the gradient before the update.
-        narrow: p's shape, in bf16 or fp16; receives the new weight. None: only p is updated.
+        narrow: p's shape, in bf16 or fp16, or in fp32 if an adapter keeps the weight in fp32; receives the new weight.
+            None: only p is updated.
     """
 
     gradient: Tensor
@@ -70,7 +71,7 @@ class InPieces:
 
 @runtime_checkable
 class RunsAs(Protocol):
-    """An optimizer with several implementations of its step."""
+    """An optimizer whose step has several implementations."""
 
     def runs_as(self) -> str:
         """Returns the implementation in use, such as "one C++ pass", for the run's summary."""

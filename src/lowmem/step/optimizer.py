@@ -79,11 +79,11 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def masters_on_host(self) -> Iterable[Tensor]:
-        """Returns the masters in host memory; empty if there are none."""
+        """Returns the tensors of masters in host memory; empty if the optimizer is not a `HostOptimizer`."""
         return ()
 
     def gradients_on_host(self) -> Iterable[Tensor]:
-        """Returns the sums of gradients in host memory; empty if gradients stay on the device."""
+        """Returns the sums of gradients in host memory; empty if the optimizer is not a `HostOptimizer`."""
         return ()
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:
@@ -108,7 +108,7 @@ class DeviceOptimizer(WindowOptimizer):
 
     Args:
         inner: the wrapped optimizer.
-        model: the model with the trained parameters. Norms are summed in the order of its parameters.
+        model: the model with the trained parameters. The global norm sums over gradients in the model's order.
         global_norm: returns the L2 norm of the given parameters' gradients over all processes.
     """
 

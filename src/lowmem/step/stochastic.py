@@ -1,7 +1,7 @@
 """Stochastic rounding of fp32 weights to bf16: updates smaller than the spacing of bf16 take effect on average.
 
-With `precision=bf16-sr`, the function in this module rounds resident weights (`techniques/precision/weights_16bit.py`)
-and streamed weights (`offload/host_weight.py`). Source: Zamirai et al. 2020, arXiv 2010.06192.
+With `precision=bf16-sr`, `stochastically` rounds weights on the device (`techniques/precision/weights_16bit.py`), or
+with weights=streamed on the host (`offload/host_weight.py`). Source: Zamirai et al. 2020, arXiv 2010.06192.
 """
 
 from functools import partial
@@ -19,9 +19,9 @@ def stochastically(
     """Rounds `wide` (fp32) into `narrow` (bf16), up or down at random with probabilities that keep the expected value.
 
     bf16 is the upper half of fp32. A uniform 16-bit random number is added to the lower half, and a carry rounds the
-    magnitude up. Results are clamped to the largest finite bf16 number, since rounding up could give inf. Pieces of at
-    most CHUNK elements, or of a single longer row, are rounded one after another, because rounding needs 15 bytes of
-    temporary memory per element of a piece.
+    magnitude up. Finite numbers are clamped to the largest finite bf16 number, since rounding up could give inf; inf
+    and nan do not change. Pieces of at most CHUNK elements, or of a single longer row, are rounded one after another,
+    because rounding needs 15 bytes of temporary memory per element of a piece.
 
     Args:
         wide: fp32.

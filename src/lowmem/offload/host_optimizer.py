@@ -118,7 +118,7 @@ class HostOptimizer(WindowOptimizer):
         return Gradients(self._norm(), self._not_finite is None, self._steps_early or bool(loss.isfinite()))
 
     def _norm(self) -> Tensor | None:
-        """Returns the global norm of the window's gradients, or None with early updates and without gradients."""
+        """Returns the global norm of the window's gradients; None with early updates, or if there are no gradients."""
         if self._steps_early or not self._norms:
             return None
         with host_side():

@@ -14,9 +14,9 @@ waits:
     forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
     hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1
 
-Before the thread starts to copy a block, it blocks until the host has done the queued updates of the block, and with
-weights.drive_holds=all until the updated weights are on the drive. The thread also waits for the "staging" thread
-(`registered.py`), and at the barriers of weights.order=by_layer (`by_layer.py`).
+In three cases the thread itself waits: before it copies a block, until the host has done the queued updates of the
+block, and with weights.drive_holds=all has written the updated weights to the drive; for the "staging" thread
+(`registered.py`); and at the barriers of weights.order=by_layer (`by_layer.py`).
 
 Backward computes the gradient of a block's output after all later blocks have finished backward, and before it
 recomputes the block. So this hook works with every kind of activation checkpointing. If several blocks are checkpointed

@@ -14,9 +14,12 @@ waits:
     forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
     hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1
 
-In three cases the thread itself waits: before it copies a block, until the host has done the queued updates of the
-block, and with weights.drive_holds=all has written the updated weights to the drive; for the "staging" thread
-(`registered.py`); and at the barriers of weights.order=by_layer (`by_layer.py`).
+The thread itself waits in three cases:
+
+    before it copies a block     until the host has done the block's queued updates; with weights.drive_holds=all also
+                                 until the updated weights are on the drive
+    with a "staging" thread      until this thread has launched the block's copy (`registered.py`)
+    weights.order=by_layer       at the barriers before each block (`by_layer.py`)
 
 Backward computes the gradient of a block's output after all later blocks have finished backward, and before it
 recomputes the block. So this hook works with every kind of activation checkpointing. If several blocks are checkpointed
@@ -24,7 +27,7 @@ together, backward recomputes all of them at once, and the forward pre-hook of e
 
 A `HostBlock` (`host_block.py`) stores the weights of a block; a `Slot` is device memory for a copy of these weights.
 `_bind` makes a block's parameters views of the slot. Between `move_in` and `stop`, all streamed parameters that are not
-bound are placeholders: each is a single NaN, expanded to the shape of the parameter (`nowhere`).
+bound are placeholders without memory: NaN, or 0 for packed 4-bit weights (`nowhere`).
 
 Saves 2 bytes of device memory per parameter of the blocks, except for the slots. Copies up to 4 bytes per parameter and
 micro-batch to the device: 2 in forward and 2 in backward. With weights.order=by_layer the copies are up to 4 bytes per

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from lowmem.saving import export_adapter
 from lowmem.saving.export import ModelFolder, Weights
 from lowmem.techniques.adapter import nf4
+from lowmem.techniques.adapter.freeze import freeze
+from lowmem.techniques.adapter.lora import load, parameters_of
 from lowmem.techniques.adapter.nf4 import NF4Linear
 from lowmem.techniques.strategy.contract import OneDevice
 
@@ -86,6 +88,20 @@ def test_exported_adapter_opened_by_peft_computes_the_logits_of_the_trained_mode
     said = json.loads((folder / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == "somebody/base" and said["task_type"] == "CAUSAL_LM"
     assert (folder / "tokenizer.json").is_file() and not (folder / "config.json").exists()
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapter_with_frozen_matrices_is_exported_and_loaded_completely(tokenizer, tmp_path, dora):
+    trained, other = adapted(dora=dora), adapted(dora=dora)
+    freeze(trained, ["*.lora_A.*"])
+    wanted = logits(trained)
+    folder = exported(trained, tokenizer, tmp_path / "model")
+    assert off(PeftModel.from_pretrained(drawn("llama"), folder), wanted) < SAME
+    freeze(other, ["*.lora_A.*"])
+    for _, p in parameters_of(other):
+        p.data.zero_()
+    load(other, folder)
+    assert off(other, wanted) == 0
 
 
 def test_two_exports_of_equal_adapters_are_byte_identical(tokenizer, tmp_path):

@@ -34,6 +34,7 @@ from lowmem.techniques.adapter.lora import (
     PREFIX,
     WEIGHTS,
     not_loaded_by_peft,
+    parameters_of,
     stands_on_4_bits,
     targets_for_peft,
     tensors_for_peft,
@@ -212,7 +213,7 @@ def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, bas
         base: the published model or the folder from which the network was loaded.
         weights: reads the model's weights.
     """
-    adapter = tensors_for_peft(network, {name: weights.full(p) for name, p in trainable(network)})
+    adapter = tensors_for_peft(network, {name: weights.full(p) for name, p in parameters_of(network)})
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in adapter.items()}
     if dtype:
         rounding = Rounding(getattr(torch, dtype))

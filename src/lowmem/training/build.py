@@ -63,7 +63,7 @@ from lowmem.report import sample
 from lowmem.saving import checkpoint, gguf
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.freeze import freeze
-from lowmem.techniques.adapter.lora import base_dtype, load
+from lowmem.techniques.adapter.lora import base_dtype, has_frozen, load
 from lowmem.techniques.gradient_checkpointing.slices import Tiles
 from lowmem.techniques.loss.cross_entropy import Loss, as_loss
 from lowmem.techniques.optim.build import MakeOptimizer
@@ -245,7 +245,9 @@ def module(
     described = data.described.at_random if complete else data.described
     # 16 bits suffice, because the checkpoint replaces all weights, and contains the full masters or both halves.
     built = causal_lm(run, described, partial(_check, run), ranks, in_16_bits=complete and trains)
-    if built.ranks.builds and not saved and (path := run.adapter.arguments.get("path")):
+    path = run.adapter.arguments.get("path")
+    # a checkpoint has only the trainable parameters of the adapter
+    if built.ranks.builds and path and (not saved or has_frozen(built.model)):
         load(built.model, path)
     of_base = digest_of_base(built, built.ranks.sent_as) if built.ranks.builds else None
     if (base := built.ranks.broadcast(of_base)) is not None:

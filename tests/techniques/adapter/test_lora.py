@@ -362,6 +362,18 @@ def test_run_started_from_an_adapter_folder_resumes_with_equal_bits_if_the_folde
     assert summary["trained_parameters"] == sum(p.numel() for p in one["state_dict"].values())
 
 
+def test_run_with_frozen_matrices_of_an_adapter_folder_resumes_with_equal_bits(fit, tmp_path):
+    theirs = network("gpt2", vocab_size=300, n_positions=256)
+    LoRA(r=4)(theirs)
+    path = folder(tmp_path / "start", moved(theirs))
+    lines = ("adapter=lora", f"adapter.path={path}", "freeze=['*lora_A*']", "model.pretrained=false", "max_steps=2")
+    _, whole = fit(*lines, folder="whole")
+    fit(*lines, "max_steps=1", "scheduler.total_steps=2", folder="part")
+    _, again = fit(*lines, f"resume={tmp_path / 'part'}", folder="again")
+    one, other = last(whole), last(again)
+    assert all(same(one[key], other[key]) for key in one)
+
+
 @pytest.mark.parametrize("precision", ["precision=bf16-master", pytest.param("precision=32", marks=pytest.mark.matrix)])
 def test_evaluated_dora_checkpoint_has_the_val_loss_of_its_run_and_needs_adapter_dora(fit, precision):
     summary, run = fit("adapter=dora", precision, "lr=1e-2", folder="run")

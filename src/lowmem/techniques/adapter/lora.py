@@ -451,12 +451,26 @@ def _is_weight(name: str) -> bool:
 
 def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the adapter's tensors: name in an adapter folder, without PREFIX -> tensor. Args: values: name -> value,
-    for all trainable parameters."""
+    for all `parameters_of` the adapter."""
     return {name: values[ours] for ours, name in _names_in_folder(model).items()}
 
 
+def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns (name, parameter) of the adapter's parameters, including those that `freeze=` has frozen."""
+    return [
+        (name, p)
+        for name, p in model.named_parameters()
+        if any(part.startswith("lora_") for part in name.split("."))  # lora_A, lora_B, lora_magnitude_vector
+    ]
+
+
+def has_frozen(model: nn.Module) -> bool:
+    """Returns True if `freeze=` has frozen parameters of the adapter."""
+    return not all(p.requires_grad for _, p in parameters_of(model))
+
+
 def _names_in_folder(model: nn.Module) -> dict[str, str]:
-    """Returns name of a trainable parameter -> its name in an adapter folder, without PREFIX.
+    """Returns name of an adapter's parameter -> its name in an adapter folder, without PREFIX.
 
     Names in a folder lack the adapter's name "default": x.lora_A.weight instead of x.lora_A.default.weight. PEFT wraps
     a module with fused experts once for each adapted stack. The wrapper of the last stack is the outermost one. The
@@ -464,7 +478,7 @@ def _names_in_folder(model: nn.Module) -> dict[str, str]:
     """
     names = {
         name: name.replace(".default.weight", "" if "lora_magnitude_vector" in name else ".weight")
-        for name, _ in trainable(model)
+        for name, _ in parameters_of(model)
     }
     for experts, stacks in groupby(adapted_stacks(model), lambda name: name.rpartition(".")[0]):
         for outside, stack in enumerate(reversed([*stacks])):

@@ -64,6 +64,11 @@ class MasterWeights(Callback):
         self.link = link_to(self.device)
         precision.when_converted(self.make)
 
+    @property
+    def in_fp32(self) -> bool:
+        """True if every trained weight has an fp32 master; False with precision=bf16-sr, where only an adapter can."""
+        return self.precision.steps_on_host == "always"
+
     # --- masters and their optimizer ------------------------------------------------------------------------------
 
     def make(self, module: nn.Module) -> None:
@@ -92,7 +97,7 @@ class MasterWeights(Callback):
         """Creates the `HostWeight` of a parameter, and rounds the parameter to 16 bits. With precision=bf16-sr nothing
         is rounded here: the parameter was loaded in bf16, or an adapter keeps it in fp32."""
         dtype = self.precision.dtype
-        if self.precision.steps_on_host == "always":
+        if self.in_fp32:
             split = dtype == torch.bfloat16 and self.weights.waits_on_host(p)
             return (SplitHostWeight if split else HostWeight)(name, p, dtype)
         if p.dtype != dtype:  # a weight of a module that an adapter keeps in fp32, so it is not rounded

@@ -386,7 +386,7 @@ class CausalLM(LightningModule):
             self._rests = {}
             return None
         held = dict(self.named_parameters())  # lists tied parameters once
-        takes = self.masters is not None
+        takes = self.masters is not None and self.masters.in_fp32
         in_halves = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
         for name, p in held.items() if takes else ():
             if name in state_dict and name not in in_halves:  # the master in the checkpoint may have more bits than `p`

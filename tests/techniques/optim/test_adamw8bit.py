@@ -184,6 +184,13 @@ def test_adamw8bit_rounds_weights_to_16_bits_as_masters_are_rounded(dtype, way):
     assert even == (dtype == torch.float16)  # ties to even would give other bits in bf16
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("bits", [8, 32])
+def test_adamw8bit_copies_the_new_weight_of_an_adapter_that_is_kept_in_fp32(way, bits):
+    p, _, out = stepped(5000, rounded=torch.float32, bits=bits)
+    assert torch.equal(out, p)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_adamw8bit_step_from_16_bit_gradients_has_the_bits_of_fp32_gradients(dtype):

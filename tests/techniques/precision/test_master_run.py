@@ -129,8 +129,17 @@ def test_checkpoint_holds_masters_and_state_once_and_no_16_bit_weights(fit, opti
     assert complete(run / "checkpoints")[-1].stat().st_size < 1.02 * sum(once.values()) + 60_000  # names, random states
 
 
-@pytest.mark.parametrize(("before", "after"), [("bf16-master", "32"), ("32", "16-master"), ("16-master", "bf16-true")])
-def test_checkpoint_resumes_in_another_precision_from_equal_weights(fit, monkeypatch, before, after):
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [
+        ("bf16-master", ["32"], torch.float32),
+        ("32", ["16-master"], torch.float32),
+        ("16-master", ["bf16-true"], torch.bfloat16),
+        ("bf16-master", ["bf16-sr", "weights=streamed", "gradient_checkpointing=every_layer"], torch.bfloat16),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else str(value),
+)
+def test_checkpoint_resumes_in_another_precision_from_equal_weights(fit, monkeypatch, before, after, dtype):
     _, run = fit(f"precision={before}")
     restored, start = {}, CausalLM.on_train_start
 
@@ -139,9 +148,9 @@ def test_checkpoint_resumes_in_another_precision_from_equal_weights(fit, monkeyp
         start(self)
 
     monkeypatch.setattr(CausalLM, "on_train_start", look)
-    summary, _ = fit(f"precision={after}", f"resume={run}", "max_steps=6", folder="again")
+    summary, _ = fit(f"precision={after[0]}", *after[1:], f"resume={run}", "max_steps=6", folder="again")
     there = saved(run)["state_dict"]
-    assert summary["steps"] == 6
+    assert summary["steps"] == 6 and {p.dtype for p in restored.values()} == {dtype}
     assert all(torch.equal(there[name].to(p.dtype), p) for name, p in restored.items())
 
 

@@ -148,6 +148,10 @@ def _full_step(p: Tensor, g: Tensor, state: dict, rule: Rule) -> None:
 
 def _native_step(native: ctypes.CDLL, step: Step, rest: Tensor | None, state: dict, rule: Rule) -> None:
     g, _, p, reading, rounded = step
+    if rounded is not None and rounded.dtype == torch.float32:  # an adapter's weight; the C++ function writes 16 bits
+        _native_step(native, step._replace(narrow=None), rest, state, rule)
+        rounded.copy_(p)
+        return
     wide = p if rest is None else None
     tensors = [tensor for tensor in (wide, rounded, rest) if tensor is not None]
     if (wide is not None and p.dtype != torch.float32) or not all(tensor.is_contiguous() for tensor in tensors):

@@ -289,6 +289,19 @@ def test_fp32_state_of_16_bit_weights_is_restored_in_fp32_unless_unguarded(confi
     assert all(same) == (guarded or optim in UNCAST), f"{optim}: if its state needs no guard, it belongs into UNCAST"
 
 
+@pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o not in {"sgd", *COMPILED}])
+def test_every_optimizer_reports_each_parameter_whose_state_is_restored(config, optim):
+    """A drive stores the restored state of a weight when it is reported."""
+    model, told = network(), []
+    made = optimizer(config(f"optim={optim}"))(model, restored=lambda inner, p: told.append((p, len(inner.state[p]))))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    made.step()
+    made.load_state_dict(made.state_dict())
+    assert {p for p, _ in told} == {*model.parameters()} and len(told) == len({*model.parameters()})
+    assert all(size > 0 for _, size in told)
+
+
 def test_restored_state_of_a_tensor_subclass_copies_its_inner_tensors(group_of_one):
     """`Tensor.to` on the same device does not copy a DTensor or torchao's 4-bit state."""
     from torch.distributed.device_mesh import init_device_mesh

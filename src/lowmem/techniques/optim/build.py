@@ -46,8 +46,7 @@ def nothing(*_: object) -> None:
 
 class MakeOptimizer:
     """A factory that is called as (model, master, restored) -> optimizer. `master` maps a parameter of the model to the
-    parameter that the optimizer updates. `restored` is called after the state of a parameter has been restored, except
-    by bitsandbytes' optimizers.
+    parameter that the optimizer updates. `restored` is called after the state of a parameter has been restored.
 
     Args:
         make: function (parameter groups) -> optimizer: the class that the yaml names, or a partial of it.
@@ -70,13 +69,15 @@ class MakeOptimizer:
                 group | {"state_bits": self.embedding_bits if group["role"] == "embedding" else 8} for group in groups
             ]
         optimizer = self.make(groups)
-        if hasattr(optimizer, "get_config"):
+        is_of_bitsandbytes = hasattr(optimizer, "get_config")
+        if is_of_bitsandbytes:
             _hold_state_in_the_groups_bits(optimizer)
             _decay_before_the_update(optimizer)
             _hold_no_second_moment_of_zero(optimizer)
             in_one_pass(optimizer)
         _restore_in_saved_dtypes(optimizer, restored)
-        _extend_load_state_dict(optimizer, getattr(self.make, "keywords", {}))  # theirs: `make` may be a partial
+        named = getattr(self.make, "keywords", {})  # theirs: `make` may be a partial
+        _extend_load_state_dict(optimizer, named, restored if is_of_bitsandbytes else nothing)
         return optimizer
 
     @property
@@ -147,7 +148,7 @@ def _replace_zero(scale: Tensor | None) -> None:
         scale[0] = scale[1] / 2
 
 
-def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
+def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str], restored: Restored) -> None:
     """Makes a restored optimizer keep this run's settings, such as a weight decay that the user typed for the resume.
     torch would restore the saved settings. The schedule sets `lr`. Also restores bitsandbytes' paged state in paged
     memory, and replaces zero in restored scales of second moments.
@@ -155,6 +156,7 @@ def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
     Args:
         optimizer: changed in place.
         named: names of the settings in the yaml. All other settings are restored, since they may belong to the state.
+        restored: called for each parameter with state, after all states have been restored.
     """
     theirs = optimizer.load_state_dict
     kept = {*named} - {"lr", "params"}
@@ -169,6 +171,8 @@ def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str]) -> None:
             _replace_zero(state.get("qmap2"))
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)
+        for p in optimizer.state:
+            restored(optimizer, p)
 
     optimizer.load_state_dict = load_state_dict
 

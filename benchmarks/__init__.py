@@ -1,1 +1,1 @@
-"""Benchmarks of lowmem. Every row runs in its own process, and results record medians, versions and the machine."""
+"""Benchmarks of lowmem. Results record the figures of every round, the versions and the machine."""

@@ -1,7 +1,7 @@
-"""Runs every benchmark on this machine, one after the other: python -m benchmarks
+"""Runs the benchmarks that need neither a card nor a drive, one after the other: python -m benchmarks
 
-Each benchmark runs each row in a separate process, and writes results/<name>.json and .md with the versions and the
-machine. All benchmarks take about four hours on two cores; --only runs some of them.
+Each benchmark that measures writes results/<name>.json and .md with the versions and the machine. All benchmarks take
+about four hours on two cores; --only runs some of them.
 """
 
 import argparse

@@ -4,9 +4,9 @@ python -m benchmarks.adapters            # about ten minutes on two cores, 3 GiB
 python -m benchmarks.adapters --small    # tests the code on a model of 1M parameters; prints, saves nothing
 
 The model is a Llama of 44M random parameters, because bytes and seconds do not depend on the values. Each row runs
-train.py in a separate process. Memory is both predicted and measured. Merge errors are relative errors of the logits,
-compared with the model whose adapter is not merged. For merge errors B is drawn at random, because an adapter that was
-trained for a few steps changes the logits very little.
+train.py in a separate process. Memory is both predicted and measured. A merge error is the relative error of the logits
+of the merged model, compared with the model whose adapter is not merged. For merge errors B is drawn at random, because
+an adapter that was trained for a few steps changes the logits very little.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SHAPE = {
 }
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "head_dim": 64}
-RANK, DRAWN = 16, 0.005  # DRAWN: standard deviation of B, which changes the logits by some tenths
+RANK, DRAWN = 16, 0.005  # DRAWN: standard deviation of B; it changes the logits by about 20 %
 
 
 def model(small: bool) -> list[str]:
@@ -42,7 +42,7 @@ def model(small: bool) -> list[str]:
 
 
 def run(adapter: str, recipe: str, small: bool) -> dict:
-    """Trains once and returns the predicted and measured memory, and the seconds per step."""
+    """Trains once. Returns the predicted and measured bytes, and the seconds per step."""
     lines = [f"adapter={adapter}", *([f"adapter.r={RANK}"] if adapter != "none" else []), *RECIPES[recipe]]
     size = ["batch_size=4", "seq_len=256", "val_sequences=4", f"max_steps={STEPS}", "val_every=1000", "sample_tokens=0"]
     summary = run_train([*model(small), *size, *lines, "logger=none", "lr=1e-4"])
@@ -61,9 +61,9 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
 
 
 def merge_errors(adapter: str, small: bool) -> dict:
-    """Returns relative errors of the logits: without the adapter, merged in fp32, and merged and rounded to bf16.
+    """Returns relative errors of the logits: without the adapter, merged in fp32, and merged and computed in bf16.
 
-    QLoRA's adapter is also merged into the original base, and not only into the base in 4 bits.
+    QLoRA's adapter is merged into the 4-bit base and also into the original base.
     """
     import torch
     from torch import nn
@@ -153,7 +153,7 @@ def main() -> None:
         done = merge_errors(adapter, options.small) if recipe == "merge" else run(adapter, recipe, options.small)
         print(json.dumps(done), flush=True)
         return
-    # glibc returns freed memory to the system at once, so that resident memory does not include it
+    # glibc returns freed blocks of 64 KiB or more at once, so that resident memory does not include them
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     how = ["-m", "benchmarks.adapters", *(["--small"] if options.small else []), "--row"]
     rows = {f"{adapter}: {recipe}": [*how, adapter, recipe] for recipe in RECIPES for adapter in ADAPTERS}

@@ -1,6 +1,5 @@
-"""Draws the pictures of docs/how-memory-works.md.
-
-They show which tensors use the memory inside one training step, and how each technique changes that.
+"""Draws docs/one-step.png and docs/techniques.png: which tensors use the memory during one training step, and how each
+technique changes that.
 
 python -m benchmarks.anatomy             # about three minutes on two cores.
 """
@@ -32,7 +31,8 @@ RECIPES = {
 
 
 def row(recipe: str) -> dict:
-    """Returns (phase, bytes of each category) at every allocation and release in the last step of a run."""
+    """Trains with one recipe. Returns the peak bytes of the run, and `points`: [phase, bytes of each category] at the
+    allocations and releases of the last sampled step."""
     summary = run_train([*SHORT, *RECIPES[recipe]])
     with (Path(os.environ["ROW_FOLDER"]) / "memory_step.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -41,7 +41,7 @@ def row(recipe: str) -> dict:
 
 
 def draw(results: dict, file: Path, names: list[str], columns: int) -> None:
-    """Draws a panel for each name. All panels have one vertical scale, so that they can be compared."""
+    """Draws a panel for each name. All panels share one vertical scale, so that they can be compared."""
     from lowmem.report.colours import OF_CATEGORY
     from lowmem.report.picture import plt
 

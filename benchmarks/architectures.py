@@ -1,14 +1,21 @@
-"""Tests the techniques that change a model's computation on every causal model family of transformers.
+"""Tests techniques that change how a model computes, on every causal model family of transformers.
 
 python -m benchmarks.architectures          # ten minutes on two cores, twenty on one (--workers=1)
 python -m benchmarks.architectures gemma2   # only these families, printed and not saved (--save replaces their cells)
 
 Every family is made small by rules for the names of its config's keys, and by `VALUES` if a family needs special
 values. Scaling factors and caps get values that change the result, so that a technique that ignores them is detected.
-Families that cannot be built are reported as not built. `all kinds` means that the small model has as many kinds of
-blocks (sliding and full attention, dense layers and experts, ...) as the model of transformers' default values. `right`
-means the same loss and gradients as without the technique; for `loss=chunked` up to the order of sums; for master
-weights the same bits as a naive loop with two models; for the planner, that it can trace.
+Families that cannot be built are reported as not built. `right` means:
+
+- starts as typed: the loss is positive, and all gradients are finite
+- all kinds: the small model has as many kinds of blocks (sliding and full attention, dense layers and experts, ...) as
+  the model of transformers' default values
+- full = chunked: both losses and their gradients are equal, up to the order of sums
+- every_layer, selective, offload: the loss and gradients have the same bits as without checkpointing
+- bf16-master: the weights have the same bits as in a naive loop with two models
+- lora: PEFT opens the adapter with the same logits, and merging gives the bits of PEFT's merge
+- qlora: the loss and gradients have the same bits as with LoRA on the dequantized weights
+- plan: the planner can trace the model
 """
 
 import argparse
@@ -59,8 +66,8 @@ from lowmem.training.training import mixes_dtypes
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
 SECONDS = 60  # time limit of one cell
 REORDERED = 1e-5  # error of fp32 sums in another order, relative to the largest element
-ROUNDINGS = 4  # error of merged weights, in units of what one fp32 rounding of every weight changes
-# Largest value of a config key; the earliest pattern that matches the key counts.
+ROUNDINGS = 4  # error of an adapter's logits, as a multiple of the change by one fp32 rounding of every weight
+# Largest value of a config key: the first pattern that matches the key applies.
 SMALL = {
     r"vocab_size": VOCABULARY,
     r"^num_experts$|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts": 4,
@@ -85,14 +92,15 @@ TELLING = {
     r"final_logit_softcapping|logits_soft_cap|output_logit_soft_cap": 0.2,
 }
 NUMBER_OF_LAYERS = r"num_hidden_layers$|^n_layers?$|^num_layers$|(decoder|encoder)_layers$|^num_blocks$|^depth$"
-# Families whose first `LAYERS` blocks lack a kind of block that follows: the fewest blocks that have all kinds.
+# Number of blocks of families that do not have all their kinds of blocks among the first `LAYERS` blocks.
 DEPTHS = {
     **dict.fromkeys(("deepseek_v4", "jamba", "kimi_linear", "kolibri1", "lfm3"), 5),
     **dict.fromkeys(("bailing_hybrid", "beam", "flint", "gemma3", "gemma3_text", "inkling_text", "mimo_v2_flash"), 6),
     "inkling2_text": 7,
 }
 _LINEAR_AND_HYBRID = ["linear_attention", "hybrid"] * 2  # two hybrid blocks, which share their weights
-# Values of families that the rules do not build, or build without a kind of block; also inside a model for images.
+# Config values of families that the rules alone cannot build, or build without one of their kinds of blocks. They also
+# apply to a text decoder inside a multimodal model.
 VALUES = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -158,7 +166,7 @@ class Depth(NamedTuple):
 
 
 def shrunk(model_type: str) -> dict:
-    """Returns a small architecture of a family, as a yaml of conf/model would write it."""
+    """Returns a small architecture of a family, as `architecture` in a yaml of conf/model."""
     full = CONFIG_MAPPING[model_type]()
     text = full.get_text_config(decoder=True)
     layers = next(
@@ -175,7 +183,7 @@ def _small(keys: Mapping, depth: Depth) -> dict:
     heads, groups = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
     if heads is not None and heads == groups:  # one key head per query head
         small["num_key_value_heads"] = small["num_attention_heads"]
-    if "expand" in keys and "num_heads" in keys:  # a state-space model's heads make up its inner width
+    if "expand" in keys and "num_heads" in keys:  # a state-space model: heads * head_dim is its inner width
         small["num_heads"] = int(small["expand"] * small["hidden_size"]) // small["head_dim"]
     if keys.get("mamba_d_ssm"):
         small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
@@ -204,7 +212,7 @@ def _value(key: str, value: object, depth: Depth) -> object:
             return telling
     if re.search(r"token_(id|index)", key):
         return value if value < VOCABULARY else 3
-    if key == "vocab_size":  # of bytes alone: fewer than the tokens that are drawn
+    if key == "vocab_size":  # also if the default is smaller, as for bytes: tokens are drawn below VOCABULARY
         return VOCABULARY
     largest = next((most for pattern, most in SMALL.items() if re.search(pattern, key)), 256 if value > 256 else value)
     if re.search(NUMBER_OF_LAYERS, key):
@@ -216,15 +224,15 @@ def _value(key: str, value: object, depth: Depth) -> object:
 
 
 class Kinds(NamedTuple):
-    """Counts the kinds of a model's blocks, by their modules and attributes and by their modules alone."""
+    """Numbers of a model's blocks, of their kinds (modules and attributes), and of their structures (modules alone)."""
 
     blocks: int
     kinds: int
     structures: int
 
     def lacks(self, full: "Kinds") -> bool:
-        """Returns True if this small model has fewer kinds than the full one. Attributes do not count if every block of
-        the full model has values of its own, such as a factor that follows from the block's number."""
+        """Returns True if this small model has fewer kinds than the full one. Attributes are ignored if they differ in
+        every block of the full model, such as a factor that depends on the block's number."""
         numbered = full.kinds == full.blocks > self.blocks
         return self.structures < full.structures or (self.kinds < full.kinds and not numbered)
 
@@ -238,7 +246,7 @@ def kinds_of(config: PretrainedConfig) -> Kinds:
 
 
 def all_kinds(architecture: dict) -> str:
-    """Compares the kinds of blocks with those of the model of transformers' default values."""
+    """Compares the number of kinds of blocks with that of the model of transformers' default values."""
     model_type = architecture["model_type"]
     small = kinds_of(loading.describe(configured(architecture)).grown)
     try:
@@ -259,7 +267,7 @@ def _composed(*overrides: str) -> Run:
     return cfg.knowing(model={"pretrained": False}, device="cpu", batch_size=BATCH)
 
 
-# Families that train with another loss than the default one, which the cell "full = chunked" shows to be refused.
+# Losses of families that refuse the default loss; the cell "full = chunked" shows the refusal.
 OWN_LOSS = {"prophetnet": ["loss=full"]}
 
 
@@ -272,7 +280,7 @@ def configured(architecture: dict, *overrides: str) -> Run:
 
 
 def build_module(cfg: Run):
-    """Returns (the module, random tokens)."""
+    """Returns (the module, random tokens: (BATCH, TOKENS + 1) int64)."""
     torch.manual_seed(0)
     module = build.causal_lm(cfg, loading.describe(cfg))
     return module, torch.randint(4, VOCABULARY - 1, (BATCH, TOKENS + 1))
@@ -319,7 +327,8 @@ def checkpointed(name: str) -> Callable[[dict], str]:
 
 
 def blocks_are_called(architecture: dict) -> bool:
-    """Returns whether the blocks are called; a model for images or sound must have the blocks of its text decoder."""
+    """Returns True if a pass over text calls any of the blocks that lowmem finds. In a model that also reads images or
+    sound, they must therefore be blocks of the text decoder."""
     module, ids = build_module(configured(architecture))
     blocks, called = blocks_of(module.model), set()
     for block in blocks:
@@ -329,7 +338,7 @@ def blocks_are_called(architecture: dict) -> bool:
 
 
 class Windows:
-    """Yields two accumulation windows of one micro-batch each."""
+    """An iterable of two accumulation windows with one micro-batch each, the same one."""
 
     def __init__(self, ids: Tensor) -> None:
         self.micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:])
@@ -341,7 +350,7 @@ class Windows:
 
 
 def masters(architecture: dict) -> str:
-    """Compares two steps of SGD with a naive loop that keeps one model in fp32 and one in bf16."""
+    """Compares two steps of SGD on master weights with a naive loop that keeps one model in fp32 and one in bf16."""
     cfg = configured(architecture, "precision=bf16-master", "optim=sgd", "clip=null", "scheduler=constant")
     module, ids = build_module(cfg)
     plugins = list(map(instantiate, cfg.plugins))
@@ -369,7 +378,7 @@ def masters(architecture: dict) -> str:
     torch.manual_seed(1)
     narrow.model.train()
     for _ in range(2):
-        with widened(torch.bfloat16, "cpu"):  # as the run's products are, where the CPU has no units for bf16
+        with widened(torch.bfloat16, "cpu"):  # as in the run: products in fp32 if the CPU has no units for bf16
             (narrow.loss(narrow.model, MicroBatch(ids[:, :-1], ids[:, 1:])) / (BATCH * TOKENS)).backward()
         for w, p in pairs:
             w.grad, p.grad = None if p.grad is None else p.grad.float(), None
@@ -385,9 +394,9 @@ def masters(architecture: dict) -> str:
 
 
 def adapted(architecture: dict) -> str:
-    """Tests that LoRA adapts the layers that it names, that only its matrices have gradients, that PEFT opens its
-    folder with the same layers and logits, and that merging gives the same logits, and weights with the bits of PEFT's
-    merge."""
+    """Tests LoRA: only its matrices have gradients, PEFT opens its folder with the same layers and logits, and merging
+    keeps the logits and gives weights with the bits of PEFT's merge. If PEFT does not load some tensors, the answer is
+    a refusal, and PEFT's logits and merge are not compared."""
     module, ids = build_module(configured(architecture, "adapter=lora", "adapter.r=4"))
     network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
     for _, p in trainable(network):
@@ -421,14 +430,16 @@ def adapted(architecture: dict) -> str:
 
 
 def apart(logits: Tensor, right: Tensor) -> float:
-    """Returns the largest error of logits, relative to the largest one."""
+    """Returns the largest error of the logits, relative to the largest logit of `right`. Infinite logits are left
+    out."""
     finite = right.isfinite() & logits.isfinite()
     return ((logits - right)[finite].abs().max() / right[finite].abs().max()).item()
 
 
 @torch.no_grad()
 def rounding_of(network: torch.nn.Module, batch: MicroBatch) -> float:
-    """Returns how far the logits move if every weight moves to the next fp32 number, up or down at random."""
+    """Returns how far the logits move if every weight moves to the next fp32 number, up or down at random. Changes the
+    network."""
     right = network(**batch.inputs, use_cache=False).logits
     torch.manual_seed(2)
     for p in network.parameters():
@@ -442,7 +453,7 @@ def layers_with(network: torch.nn.Module) -> set[str]:
 
 
 def quantized(architecture: dict) -> str:
-    """Compares QLoRA with LoRA beside a plain model that has the dequantized weights: the same bits."""
+    """Tests that QLoRA gives the same bits as LoRA on a plain model with the dequantized weights."""
     found = []
     for plain in (False, True):
         module, ids = build_module(configured(architecture, "adapter=qlora", "adapter.r=4"))
@@ -481,7 +492,11 @@ CELLS = {
 
 
 def family(model_type: str, names: Sequence[str] = tuple(CELLS)) -> dict[str, str]:
-    """Returns {cell: "right", or another kind of answer with the reason}. Args: names: names of the cells."""
+    """Returns {cell: "right", or another kind of answer with the reason}; only the first cell if that is not right.
+
+    Args:
+        names: names of the cells, in the order of CELLS.
+    """
     if model_type in IMPOSSIBLE:
         return {"starts as typed": f"not built: {IMPOSSIBLE[model_type]}"}
     try:
@@ -525,7 +540,7 @@ KINDS_OF_ANSWERS = ("right", "estimate", "refused", "wrong", "failed", "not comp
 
 
 def table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns a table of counts and of a row per family, and below it the full text of each cell that is not right."""
+    """Returns a table with counts and one row per family, and below it the full text of each cell that is not right."""
     lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
     for kind in KINDS_OF_ANSWERS:
         counts = [Counter(_kind(row.get(cell)) for row in rows.values())[kind] for cell in CELLS]

@@ -1,13 +1,13 @@
-"""Predicts what training all weights of Llama-3.1-8B needs, from plain mixed precision to a 4 GB card, and which models
-fit on cards of 8 to 80 GB.
+"""Predicts the memory and time for training all weights of Llama-3.1-8B, from plain mixed precision to a 4 GB card, and
+of other models on cards of 8 to 80 GB.
 
 python -m benchmarks.capacity            # about five minutes on two cores; nothing is downloaded or allocated.
 
 Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the first table, and
 `python -m benchmarks.pages` copies the second one into README.md.
 
-The optimizer of masters runs on the host's CPU. The planner uses the memory bandwidth of this machine's CPU; this
-benchmark uses the bandwidth that an update reached in benchmarks/results/host_optimizer.json.
+The optimizer of masters runs on the host's CPU. The planner assumes the memory bandwidth of this machine for it; this
+benchmark assumes the bandwidth that an update reached in benchmarks/results/host_optimizer.json.
 """
 
 import argparse
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from lowmem.plan.prediction import Prediction
 
 LLAMA = ["model=llama-3.1-8b", "seq_len=2048"]
-STREAMED = ["experiment=llama_8b_4gb"]  # it sets LLAMA, too
+STREAMED = ["experiment=llama_8b_4gb"]  # also sets the keys of LLAMA
 ON_CARD = ["precision=bf16", "optim=adamw8bit", "optim.in_backward=true", "clip=null", "batch_size=1"]
 MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=offload", "loss=tiled"]
-# size of the card -> (its key in conf/gpu.yaml, or a bare size; the overrides). Batch sizes are the largest that fit,
-# except in the first two recipes, which lose nothing with one sequence, and in the preset, which is used unchanged.
+# Size of the card -> (its key in conf/gpu.yaml, or a bare size; the overrides). Batch sizes are the largest that fit,
+# except in the first two recipes, where a larger batch would hardly save time per token, and in the unchanged preset
+# for 4 GB.
 RECIPES = {
     "141 GB": ("h200", [*LLAMA, "precision=bf16", "batch_size=1"]),
     "80 GB": ("h100", [*LLAMA, *ON_CARD]),
@@ -36,7 +37,7 @@ RECIPES = {
     "4 GB": ("4GiB", STREAMED),
     "4 GB, with a drive": ("4GiB", [*STREAMED, "weights.drive=scratch", "batch_size=3"]),
 }
-# size of the card -> {model, and the trained weights: the overrides}
+# Size of the card -> {"model, trained weights": the overrides}
 MODELS = {
     "8 GB": {
         "Llama-3.2-1B, all weights": ["experiment=llama_1b_8gb"],
@@ -56,7 +57,7 @@ MODELS = {
     "80 GB": {"Llama-3.1-8B, all weights": RECIPES["80 GB"][1]},
 }
 CARDS = {size: on for size, (on, _) in RECIPES.items()} | {"16 GB": "rtx4060ti-16gb"}
-# a recipe in both tables is predicted once, so that both tables show equal figures
+# A recipe of both tables is predicted once, so that the tables show equal figures.
 ROWS = RECIPES | {
     f"{model} on {size}": (CARDS[size], lines)
     for size, models in MODELS.items()
@@ -71,7 +72,6 @@ MANY_CORES = 150e9  # bytes per second of the memory of a host with more cores: 
 
 
 def row(name: str) -> dict:
-    """Predicts one recipe."""
     on, lines = ROWS[name]
     return predicted(on, lines)
 
@@ -81,7 +81,7 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
 
     Args:
         on: a card of conf/gpu.yaml, or a bare size.
-        cores: of the host, which runs the optimizer of masters.
+        cores: number of host cores, which run the optimizer of masters.
     """
     from lowmem.config.cards import card
     from lowmem.config.drives import space
@@ -127,8 +127,8 @@ def by_category(need: "Prediction") -> dict[str, int]:
 
 
 def bandwidth(cores: int) -> float:
-    """Returns the bytes per second of a host's memory. With more cores than were measured, the bandwidth is scaled in
-    proportion, up to MANY_CORES."""
+    """Returns the memory bandwidth of a host with this many cores, in bytes per second: the measured bandwidth, scaled
+    in proportion to the cores, up to MANY_CORES."""
     steps = stored("host_optimizer")["rounds"][STEP]
     seconds = medians({STEP: steps}, "milliseconds")[STEP] / 1000
     return min(MANY_CORES, cores / CORES * MOVED * PER / seconds)

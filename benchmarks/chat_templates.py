@@ -51,10 +51,10 @@ from conversations import CONVERSATIONS
 
 
 class Template(NamedTuple):
-    """A chat template, and the added tokens of the tokenizers that have it."""
+    """A chat template, and the added tokens of the tokenizers that have it, separated by spaces."""
 
-    file: str | None  # None: lowmem's ChatML
-    special: str
+    file: str | None  # name without .jinja; None: lowmem's ChatML
+    special: str  # added tokens that decoding skips
     ordinary: str = ""  # added tokens that decoding does not skip
     bos: str | None = None
     eos: str = "<|im_end|>"
@@ -112,7 +112,7 @@ TEMPLATES = {
 }
 
 
-OTHER = '{"other": "words"}'  # JSON, since it also replaces arguments
+OTHER = '{"other": "words"}'  # JSON, because it also replaces the arguments of calls
 
 
 class Row(NamedTuple):
@@ -122,7 +122,7 @@ class Row(NamedTuple):
     learned: list[bool]
 
     def predictions(self) -> Iterator[tuple[bytes, int]]:
-        """Yields each learned token with the tokens before it."""
+        """Yields (all tokens before a learned token, as bytes; the learned token)."""
         ids = np.array(self.ids, np.uint32)
         return ((ids[:i].tobytes(), token) for i, token in enumerate(self.ids) if self.learned[i])
 
@@ -187,8 +187,8 @@ WAYS = {"conversation": conversation_rows, "answers": answer_rows}
 
 
 def _prepared(template: Template, records: list[dict], **settings: object) -> list[Row] | str:
-    """Returns rows of SFTTrainer's data set. Records are given one by one, since a table would add keys to
-    arguments."""
+    """Returns the rows of SFTTrainer's data set, or the error. Records are passed as a stream, because a table would
+    give all `arguments` the same keys."""
     from datasets import IterableDataset
     from trl import SFTConfig, SFTTrainer
 
@@ -208,7 +208,7 @@ def _prepared(template: Template, records: list[dict], **settings: object) -> li
 
 
 class _Today(datetime):
-    """The date that lowmem's templates print."""
+    """A `datetime` whose `now()` is the date that lowmem passes to templates."""
 
     @classmethod
     def now(cls, tz: object = None) -> datetime:
@@ -244,7 +244,7 @@ UNEXPLAINED = "x!?"
 
 
 class Difference(NamedTuple):
-    """A run of tokens that one library learns and the other does not.
+    """Adjacent tokens that one library learns and the other does not.
 
     kind: a letter of REASONS; text: the tokens; before: the tokens before them.
     """
@@ -255,9 +255,9 @@ class Difference(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A run of learned tokens at positions [start, stop) of a row, inside a learned span at [begin, end).
+    """Adjacent learned tokens at positions [start, stop) of a row, inside a learned span at [begin, end).
 
-    number: of the span among all spans of the rows.
+    number: index of the span among all spans of the rows.
     """
 
     row: Row
@@ -269,7 +269,7 @@ class Piece(NamedTuple):
 
 
 def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
-    """Returns every learned span with its row."""
+    """Returns (row, begin, end) of every longest sequence of adjacent learned tokens."""
     found = []
     for row in rows:
         edges = np.flatnonzero(np.diff([False, *row.learned, False]))
@@ -278,7 +278,7 @@ def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
 
 
 def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
-    """Yields pieces that `rows` teach and `others` do not teach after the same tokens."""
+    """Yields the learned tokens of `rows` that `others` do not learn after the same tokens."""
     left = Counter(prediction for row in others for prediction in row.predictions())
     alone = set()
     for r, row in enumerate(rows):
@@ -301,8 +301,8 @@ class Answer(NamedTuple):
 
     @property
     def begins(self) -> tuple[int, int]:
-        """Returns the positions where the answer may begin: after the prompt, or where the rendering differs from the
-        prompt."""
+        """Returns the two positions where the answer may begin: the end of the prompt, and the first position at which
+        the rendering differs from the prompt."""
         same = zip(self.prompt, self.rendering, strict=False)
         return len(self.prompt), next((i for i, (one, other) in enumerate(same) if one != other), len(self.prompt))
 
@@ -312,7 +312,7 @@ class Answer(NamedTuple):
 
 
 def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
-    """Returns the reason of a piece that only TRL learns. Args: rows: lowmem's."""
+    """Returns the letter of REASONS for a piece that only TRL learns. Args: rows: lowmem's rows."""
     ids, start = piece.row.ids, piece.start
     known = [row for row in rows if row.ids[:start] == ids[:start] and len(row.ids) > start]
     only_ends = not {*ids[start : piece.stop]} - made.added_tokens_decoder.keys()
@@ -328,7 +328,7 @@ def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: P
 
 
 def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
-    """Returns the reason of a piece that only lowmem learns."""
+    """Returns the letter of REASONS for a piece that only lowmem learns."""
     ids = piece.row.ids
     answer = ",".join(map(str, ids[piece.begin : piece.end]))
     right = any(
@@ -353,7 +353,8 @@ class Marked(NamedTuple):
 class Case(NamedTuple):
     """A conversation with a template, and the data for comparing both libraries.
 
-    rows: lowmem's; lost: the parts that the template drops; answers: in every spelling of their calls.
+    rows: lowmem's rows, or its refusal; lost: paths of the parts that the template drops; answers: all answers, once
+    for each spelling of the conversation's tool calls.
     """
 
     template: Template
@@ -381,7 +382,7 @@ class Case(NamedTuple):
         for piece in unmatched(self.rows, theirs):
             kind = of_lowmem(piece, self.answers, made)
             found[f"lowmem alone ({kind}): {_text(piece, made)}"] = kind
-        if failed:  # each of lowmem's answers was checked separately
+        if failed:  # the pieces that only lowmem learns are then all of its answers, each checked above
             return Marked(marks + "?" * ("?" in found.values()) + "t", [*lost, f"TRL: {failed}"])
         return Marked(marks + "".join(sorted(set(found.values()))) or "=", [*lost, *found])
 
@@ -406,7 +407,7 @@ def _text(piece: Piece, made: PreTrainedTokenizerFast) -> str:
 
 
 def parts(conversation: dict) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yields the path to each part of a conversation that a row must contain, with a replacement text."""
+    """Yields (path to a part of a conversation that a rendering must contain, replacement text)."""
     for i, message in enumerate(conversation["messages"]):
         for key in ("content", "reasoning_content", "thinking"):
             if message.get(key, "").strip():
@@ -424,7 +425,7 @@ def parts(conversation: dict) -> Iterator[tuple[tuple[str | int, ...], str]]:
 
 
 def replaced(conversation: dict, path: tuple[str | int, ...], text: str) -> dict:
-    """Returns a copy of a conversation with another text in one place."""
+    """Returns a copy of a conversation with `text` at `path`."""
     copy = deepcopy(conversation)
     node = reduce(lambda node, key: node[key], path[:-1], copy)
     node[path[-1]] = text
@@ -449,8 +450,8 @@ def _as_text(arguments: str | dict) -> str:
 
 
 def left_out(template: Template, conversation: dict) -> list[str]:
-    """Returns the parts of a conversation that no answer's rendering contains. For a template that fails, the list is
-    empty."""
+    """Returns the paths of the parts that no answer's rendering contains, in the first spelling that the template
+    renders; [] if the template fails for every spelling."""
     for one in spellings(conversation):
         before = _renderings(template, one)
         if all(before):
@@ -497,7 +498,8 @@ def case_of(template: Template, conversation: dict) -> Case:
 
 
 def measured(template: Template) -> dict[str, dict[str, Marked]]:
-    """Returns {conversation: {way of preparation: the comparison}}."""
+    """Returns {conversation: {way of TRL's preparation: the comparison}}. If TRL does better with another spelling of
+    the tool calls, the comparison uses that spelling and is marked "j"."""
     results = {}
     for title, conversation in CONVERSATIONS.items():
         case, results[title] = case_of(template, conversation), {}

@@ -1,12 +1,12 @@
 """Compares claims of guides about memory techniques with measurements.
 
 python -m benchmarks.claims                  # about twenty-five minutes on two cores, 5 GiB of memory
-python -m benchmarks.claims --only smollm2   # one of the two models; the other one's figures are kept
+python -m benchmarks.claims --only smollm2   # one of the two models; the figures of the other one are kept
 
-Each row trains a model in a separate process: GPT-2 small's architecture with random weights (124M parameters), and
-SmolLM2-135M-Instruct with its trained weights (tests/support/real_model.py). In the default model, `tiny`, most tensors
-have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of GPT-2 XL are counted on fake
-tensors, which have a shape and no memory.
+Each row trains a model in a separate process: GPT-2 small's architecture with random weights (124M parameters), or
+SmolLM2-135M-Instruct with its trained weights (tests/support/real_model.py). train.py's default model, `tiny`, would
+not do: most of its tensors have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of
+GPT-2 XL are counted on fake tensors, which have a shape and no memory.
 """
 
 import argparse
@@ -40,8 +40,8 @@ ROWS = {
 
 
 def row(model: str, name: str) -> dict:
-    """Runs train.py once and returns bytes, speed and the loss after the last step. Args: model: a key of MODELS; name:
-    a key of ROWS."""
+    """Runs train.py once. Returns the peak bytes, the speed and the last losses. Args: model: a key of MODELS; name: a
+    key of ROWS."""
     short = [f"max_steps={STEPS}", "val_every=1000", "val_sequences=16", "sample_tokens=0", "save_every=1000"]
     typed = {line.split("=")[0] for line in ROWS[name]}
     weights = [f"model.name={real_model()}"] if model == "smollm2" else []
@@ -59,7 +59,7 @@ def row(model: str, name: str) -> dict:
 
 
 def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
-    """Traces GPT-2 XL without dropout and returns the device's bytes by category at their peak."""
+    """Traces GPT-2 XL without dropout. Returns the device's bytes at their peak, by category and as `total`."""
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
     from lowmem.plan.tracing.trace import trace
@@ -71,10 +71,8 @@ def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
 
 
 def xl_rows() -> dict[str, dict[str, int]]:
-    """Returns GPT-2 XL's bytes of each row, for a batch of 4 x 1024 tokens.
-
-    Rows with four micro-batches of 1 x 1024 need the bytes of one micro-batch.
-    """
+    """Returns {row: peak bytes of GPT-2 XL by category}. Rows with batch_size=1 have micro-batches of 1 x 1024 tokens,
+    the others have one batch of 4 x 1024."""
 
     def counted(typed: list[str]) -> dict[str, int]:
         alone = "batch_size=1" in typed
@@ -87,7 +85,11 @@ def xl_rows() -> dict[str, dict[str, int]]:
 
 
 class Measured:
-    """The figures of one model. Args: results: row -> the result of each round."""
+    """The figures of one model: medians over the rounds, and speeds relative to "plain".
+
+    Args:
+        results: row -> the result of each round.
+    """
 
     def __init__(self, results: dict) -> None:
         self.peak, self.loss = medians(results, "peak_bytes"), medians(results, "val_loss")
@@ -108,7 +110,7 @@ class Measured:
 
 
 class Claim(NamedTuple):
-    """A row of the table."""
+    """A row of the table: the claim, the cells of a measured model and of GPT-2 XL, and whether the claim holds."""
 
     claim: str
     measured: Callable[[Measured], str]
@@ -117,7 +119,7 @@ class Claim(NamedTuple):
 
 
 def claims(sizes: dict) -> Iterator[Claim]:
-    """Args: sizes: row -> bytes of GPT-2 XL by category, from `xl_rows`."""
+    """Yields the rows of the table. Args: sizes: the result of `xl_rows`."""
     gib, four = 2**30, "accumulation 4 x 1"
 
     def at_xl(name: str) -> str:
@@ -212,7 +214,7 @@ def claims(sizes: dict) -> Iterator[Claim]:
 
 
 def table(results: dict, sizes: dict) -> str:
-    """Args: results: model -> row -> the result of each round; sizes: see `claims`."""
+    """Returns the table. Args: results: model -> row -> the result of each round; sizes: the result of `xl_rows`."""
     random, trained = (Measured(results[model]) for model in MODELS)
     columns = (
         "claim",

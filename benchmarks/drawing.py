@@ -1,6 +1,7 @@
 """Draws pictures for docs/ as SVG: text stays text, and the colours follow the reader's light or dark theme.
 
-A picture is a list of elements. Colours are classes, so that one style sheet holds a light and a dark value of each.
+A picture is a list of elements. A colour is the name of a CSS class, for which the style sheet has a light and a dark
+value.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,9 +9,9 @@ from html import escape
 
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 
-WIDTH = 800  # width of every picture in user units: one unit is one pixel at 800 pixels
+WIDTH = 800  # width of every picture in user units; a unit is a pixel if the picture is not scaled
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
-THEMES = {  # class -> its colour on a light and on a dark page
+THEMES = {  # CSS class -> colour on a light and on a dark page
     "page": ("#ffffff", "#12171d"),
     "panel": ("#f3f5f7", "#1c242c"),
     "ink": ("#1d2731", "#e8edf2"),
@@ -53,7 +54,7 @@ class Picture:
             self.text(x, y + number * step, line, **style)
 
     def box(self, x: float, y: float, width: float, height: float, role: str, edge: str | None = None) -> None:
-        """Fills a rectangle. Args: edge: the class of its border, with rounded corners."""
+        """Fills a rectangle. Args: edge: colour of a border with rounded corners; None: no border, square corners."""
         border = f' rx="6" style="stroke:var(--{edge})"' if edge else ""
         self._elements.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:.4g}" height="{height:g}" class="{role}"{border}/>'

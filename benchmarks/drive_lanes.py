@@ -1,4 +1,4 @@
-"""Draws when a step with a drive computes, runs the optimizer, reads and writes: docs/drive.png.
+"""Draws docs/drive.png: when a step with a drive computes, runs the optimizer, waits for the drive, reads and writes.
 
 All intervals are measured in the last step of a training on this CPU, with GPT-2 XL's shapes and 8 blocks. On a CPU,
 one thread computes and runs the optimizer, and four threads read and write.
@@ -45,7 +45,13 @@ class Record:
                 self.intervals[lane].append((start, time.perf_counter(), number))
 
     def does(self, lane: str | None, number: int | None = None) -> tuple[str | None, int | None]:
-        """Begins an interval. Returns: the lane and the block of the interval before."""
+        """Ends the current interval of the training thread and begins another. Returns the lane and the block of the
+        interval that has ended.
+
+        Args:
+            lane: one of LANES; None: nothing is recorded until the next call.
+            number: the block's number, or None.
+        """
         before, since = self.doing, self.since
         self.doing, self.since = (lane, number), time.perf_counter()
         if before[0] is not None:
@@ -54,7 +60,7 @@ class Record:
 
 
 def recorded(folder: Path) -> Record:
-    """Trains, and returns the record of its last step."""
+    """Trains STEPS steps and returns the record of the last one."""
     record = Record()
     enters, leaves, reached, step, turn = (
         StreamedWeights._enters, StreamedWeights._leaves, StreamedWeights._reached, HostOptimizer._step, SwapFiles.pin

@@ -3,9 +3,9 @@
 python -m benchmarks.gpt2_xl             # about 20 minutes on two cores, 20 GiB of memory, 20 GiB of disk
 
 For the card, it counts the peak of one micro-batch of experiment=gpt2_xl_12gb by category, on fake tensors, which have
-a shape and no memory. On a CPU, it trains from random weights, with 1 x 256 tokens, bf16 master weights and 8-bit Adam.
-Each row runs in a separate process, whose resident memory is measured from outside, including construction, saving and
-export. With a CUDA device the recipe itself also runs, under a cap of 12 and of 6 GiB.
+a shape and no memory. On a CPU, it trains from random weights, with 1 x 256 tokens, masters of bf16 weights and 8-bit
+AdamW. Each training runs in a separate process, whose resident memory is measured from outside, including construction,
+saving and export. With a CUDA device the recipe itself also runs, under a cap of 12 and of 6 GiB.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, l
     """Runs train.py in a separate process and watches its resident memory.
 
     Args:
-        seconds: time limit. A run that exceeds it is stopped: its measurements count, and its summary is empty.
+        seconds: time limit. A run that exceeds it is killed: its rows until then are returned, with {} as its summary.
 
     Returns:
         (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes).
@@ -126,9 +126,10 @@ def alone() -> dict:
 
 
 def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, seconds: float | None = None) -> dict:
-    """Runs the recipe under a memory cap, with optimizer steps of 64 x 1024 tokens, by default on a CUDA device.
+    """Runs the recipe under a memory cap, with optimizer steps of 64 x 1024 tokens, by default on a CUDA device. Under
+    the smallest cap, block inputs are offloaded.
 
-    Args: seconds: time limit, after which the run is ended; its measurements until then are returned.
+    Args: typed: further overrides; seconds: time limit, after which the run is killed and counts until then.
     """
     folder = Path(os.environ["ROW_FOLDER"]) / "run"
     lines = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", f"max_steps={steps}"]
@@ -150,7 +151,7 @@ def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, s
 
 
 def _pace(logged: list[dict]) -> dict[str, float | None]:
-    """Returns the pace of the steps that the run has logged, without the initial step."""
+    """Returns the pace of the logged steps after the first one; None if fewer than two steps are logged."""
     times, tokens = ([float(row[key]) for row in logged] for key in ("seconds", "tokens"))
     if len(logged) < 2:
         return {"seconds_per_step": None, "tokens_per_second": None}

@@ -3,9 +3,9 @@
     python -m benchmarks.loops <loop> <recipe> <model>
 
 Weights, accumulation windows, optimizer, schedule, clipping and precision are equal, and lowmem builds all of them;
-only the loop differs. Each loop prints the seconds and the loss of each step, its speed over the steps after the third,
-and its peak of live tensors, which is counted at every operator of the third step. `benchmarks.card` runs the other
-loops on a card, with its own models.
+only the loop differs. Each loop prints the seconds and the loss of each step, the speed over the steps after the third,
+and the peak of live tensors. The other loops count live tensors in the third step; lowmem's meter counts them in its
+sampled steps. `benchmarks.card` runs the other loops on a card, with its own models.
 """
 
 import json
@@ -24,8 +24,8 @@ from benchmarks.runner import run_train
 from benchmarks.turns import Turns
 from lowmem.system.without_gc import undisturbed
 
-# Twenty steps are timed: those after the warm-up, without the last. During one of them the meter records its break-down
-# of memory, as in a long run.
+# Twenty steps are timed: all after the warm-up, except the last. In one of them the meter tracks memory by category, as
+# in every 20th step of a long run.
 STEPS, WARM_UP = 24, 3
 MODELS = {
     # 13.9M parameters
@@ -50,7 +50,7 @@ RECIPES = {
 
 
 def shape(model: str, steps: int = STEPS) -> list[str]:
-    """Returns the overrides with which train.py runs this benchmark's model; everything else is as shipped."""
+    """Returns the overrides for one of MODELS and a short run; everything else is as shipped."""
     sizes = dict(MODELS[model])
     seq_len = sizes.pop("T")
     return [
@@ -100,7 +100,7 @@ def speed(turns: Turns, model: str) -> dict:
 
 
 def silent_meter() -> type:
-    """Returns the class of a meter that measures nothing, which shows the cost of measuring."""
+    """Returns the class of a meter that measures nothing. A run with it shows the cost of the meter."""
     from lightning.pytorch import Callback
 
     from lowmem.memory.meter import MemoryMeter
@@ -144,8 +144,8 @@ class Watches(Protocol):
 
 
 def materials(lines: Sequence[str], steps: int) -> Materials:
-    """Builds the objects that the loops train. Args: lines: overrides of train.py; steps: optimizer steps to read data
-    for."""
+    """Builds the model, the data and the optimizer. Args: lines: overrides of train.py; steps: number of optimizer
+    steps for which to read data."""
     from lightning.pytorch import seed_everything
 
     from lowmem.config.settle import run_of
@@ -174,7 +174,7 @@ def materials(lines: Sequence[str], steps: int) -> Materials:
 
 
 def loss_of(network: torch.nn.Module, batch: NamedTuple) -> torch.Tensor:
-    """Returns the mean cross entropy."""
+    """Returns the mean cross entropy over all tokens of a micro-batch, with the logits in fp32."""
     logits = network(**batch.inputs, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
 
@@ -232,7 +232,7 @@ class Watch:
 
 
 def plain(loop: Materials, watch: Watches) -> None:
-    """Trains with the shortest hand-written loop."""
+    """Trains with a short hand-written loop."""
     for window in loop.windows:
         watch.begin()
         for micro_batch in window:
@@ -293,7 +293,7 @@ def lightning(loop: Materials, watch: Watches) -> None:
 
 
 class Batches:
-    """Yields the micro-batches of all windows, one after the other."""
+    """An iterable of the micro-batches of all windows, in order."""
 
     def __init__(self, windows: list) -> None:
         self.windows = windows
@@ -303,7 +303,7 @@ class Batches:
 
 
 def trainer(loop: Materials, watch: Watches) -> None:
-    """Trains with transformers.Trainer and the matching arguments. The model checkpoints its activations already."""
+    """Trains with transformers.Trainer. `materials` has already enabled activation checkpointing in the model."""
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
 
@@ -378,8 +378,8 @@ def other(loop: Callable[[Materials, Watches], None], recipe: str, model: str) -
 
 
 def same_products(bf16: bool, device: str = "cpu") -> AbstractContextManager:
-    """Runs 16-bit matmuls of the other loops in fp32 where lowmem does so: on a CPU without 16-bit instructions, where
-    they would take ten times as long and round differently."""
+    """Context manager in which the other loops compute 16-bit matmuls in fp32 where lowmem does so: on a CPU without
+    16-bit instructions. There, 16-bit matmuls would take ten times as long and round differently."""
     from lowmem.techniques.precision.cpu_products import widened
 
     return widened(torch.bfloat16 if bf16 else torch.float32, device)

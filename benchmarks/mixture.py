@@ -2,8 +2,8 @@
 
 python -m benchmarks.mixture         # about 25 minutes on two cores, 9 GiB of memory, 6 GB of disk
 
-The model has the shape of Qwen3-30B-A3B at a twentieth of its size, and random weights. Streamed and resident masters
-must end with equal bits. For bf16-sr streamed and resident weights differ, because its random numbers depend on the
+The model has Qwen3-30B-A3B's architecture at about a twentieth of its size, and random weights. Runs with streamed and
+with resident masters must end with equal bits. With bf16-sr they would not, because its random numbers depend on the
 order of updates.
 """
 
@@ -53,7 +53,7 @@ ROWS = {
 
 
 def one_row(name: str, folder: Path) -> dict:
-    """Runs a row in this process. Args: folder: the first row's exported model, which QLoRA loads."""
+    """Runs a row in this process. Args: folder: the first row moves its export there, and QLoRA loads it."""
     summary = run_train([*ROWS[name], *RUN, *([f"model.name={folder}"] if name == QLORA else [])])
     run = Path(os.environ["ROW_FOLDER"])
     exported = next(place for place in (run / "adapter", run / "model") if place.is_dir())
@@ -74,7 +74,7 @@ def one_row(name: str, folder: Path) -> dict:
 
 
 def digest(folder: Path) -> str:
-    """Returns a SHA-256 digest of all bytes of a folder's tensors, with their names."""
+    """Returns a SHA-256 digest of the names and bytes of all tensors in a folder."""
     read = sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:

@@ -2,7 +2,8 @@
 
 python -m benchmarks.overhead            # about twenty minutes on two cores.
 
-The model is `thin`, whose step takes a few milliseconds: the overhead would be lost in the noise of a step of a second.
+The models are `13.9M` of side_by_side.py, and `thin`, whose step takes a few milliseconds: the overhead would be lost
+in the noise of a longer step. The time to the first step is measured with `tiny`.
 """
 
 import argparse
@@ -13,11 +14,12 @@ from benchmarks.turns import difference, measure, speed_ratio
 
 LOOPS = ("lowmem", "lowmem-unmetered", "plain")
 MODELS = {"13.9M": ("32", "bf16"), "thin": ("32",)}
-UNMETERED = 0.98  # least speed of lowmem, over that of lowmem without its meter
+UNMETERED = 0.98  # smallest accepted ratio of lowmem's speed to its speed without the meter
 
 
 def table(results: dict, first_steps: list[dict]) -> str:
-    """Returns markdown with the tokens/s of every row, and then the time that lowmem adds to a step."""
+    """Returns Markdown with the tokens/s of every row, then the time that lowmem adds to a step, and the time to the
+    first step."""
     speed = medians(results, "tokens_per_second")
     lines = ["| model | precision | loop | tokens/s |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(name.split(' '))} | {value:,.0f} |" for name, value in speed.items()]

@@ -1,13 +1,13 @@
-"""Tests packing documents into rows on every causal family of transformers: a family must be exact, or be refused.
+"""Tests packing of documents into rows on every causal family of transformers: a family must be exact or be refused.
 
 python -m benchmarks.packing          # some minutes on one core
 python -m benchmarks.packing gemma2   # only these families, printed and not saved
 
 Families are shrunk as in `architectures.py`, in fp32 and without dropout; some documents are longer than the sliding
-windows of attention. Logits and the gradients of all parameters are compared with those of a run that gives each
-document its own row; errors are relative to the largest element. Padded rows, which need no mask, are compared in this
-way, too. `exact` and `refused` are the answers that a run would get before it starts to train. A family whose small
-model lacks a kind of its blocks is never `exact`. A family that is not causal is always refused.
+windows of attention. Logits and gradients are compared with the results for each document in a separate row; errors are
+relative to the largest element. Padded rows, which need no mask, are compared in the same way. `exact` and `refused`
+are what a run's check decides before it trains; if the errors contradict this check, the verdict is `wrong`. A family
+whose small model lacks one of its kinds of blocks is never `exact`. A family that is not causal is always refused.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from lowmem.techniques.loss.cross_entropy import full
 LENGTHS = (11, 2, 17, 10)  # tokens of the documents of a row
 ROWS = 2
 EXACT = 1e-5  # largest relative error of fp32 sums in another order
-# Families that cannot train rows of these lengths.
+# Families that cannot train on rows of these lengths.
 NOT_MEASURED = {"reformer": "it trains only rows of whole chunks, and documents have other lengths"}
 COLUMNS = ("verdict", "attention", "logits", "gradients", "padded logits", "padded gradients")
 
@@ -62,7 +62,8 @@ def _labels(document: Tensor) -> Tensor:
 
 
 def computed(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
-    """Returns (logits (n, V) at all positions that have a label, gradients of all parameters, flat)."""
+    """Returns (logits (n, V) at all positions with a label, gradients of all parameters as one vector). The gradients
+    are summed over the batches."""
     model.zero_grad()
     logits = []
     for batch in batches:
@@ -119,7 +120,7 @@ def family(model_type: str) -> dict[str, str | float]:
 
 
 def table(families: Mapping[str, Mapping]) -> str:
-    """Returns counts, a table with a row per family, and below it the families that have no numbers."""
+    """Returns the counts of verdicts, a table with one row per family, and the verdicts of families without numbers."""
     counts = Counter(row["verdict"].split(":")[0] for row in families.values())
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".", ""]
     lines += ["| family | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]

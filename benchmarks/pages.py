@@ -1,9 +1,9 @@
 """Copies tables of results from benchmarks/results/ into README.md and the pages of docs/. Run it after a benchmark.
 
-python -m benchmarks.pages               # takes no time
+python -m benchmarks.pages               # less than a second
 
-A page names a table in a comment such as the following. The lines from there to the next empty line are replaced by
-that table: `<!-- table 2 of ../benchmarks/results/speed.md -->`
+A page names a table in a comment such as `<!-- table 2 of ../benchmarks/results/speed.md -->`. The table replaces the
+lines from the comment to the next empty line.
 """
 
 import re
@@ -16,12 +16,12 @@ MARK = re.compile(r"^<!-- table ([1-9]\d*) of (\S+) -->\n(?:(?!\n).*\n?)*", re.M
 
 
 def tables(text: str) -> list[str]:
-    """Returns every table of a page, each with a line break at its end."""
+    """Returns every Markdown table of a page, each with a final line break."""
     return [match[0] for match in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE)]
 
 
 def filled(page: str, folder: Path = DOCS) -> str:
-    """Returns the page with the current tables of the results. Args: folder: the folder of the page.
+    """Returns the page with the current tables of results. Args: folder: the page's folder, for relative paths.
 
     Raises:
         FileNotFoundError, IndexError: a table does not exist.

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/ that explain lowmem, from numbers and facts of the project.
+"""Draws the SVG pictures of docs/, from the results of benchmarks and from the source.
 
 python -m benchmarks.pictures            # ten seconds
 
@@ -35,14 +35,14 @@ SAID = {
 
 
 def legend(picture: Picture, y: float, kinds: dict[str, float]) -> None:
-    """Draws the legend of colours. Args: kinds: class -> the x at which its entry begins."""
+    """Draws a legend of colours. Args: kinds: colour -> x of its entry."""
     for kind, x in kinds.items():
         picture.box(x, y - 9, 10, 10, kind)
         picture.text(x + 15, y, SAID[kind], size=11, role="soft")
 
 
 def note(picture: Picture, words: str) -> None:
-    """Writes a footnote at the bottom, wrapped."""
+    """Writes a wrapped footnote at the bottom."""
     lines = textwrap.wrap(" ".join(words.split()), 118)
     picture.lines(MARGIN, picture.height - 16 * len(lines) - 2, lines, step=16, size=11, role="soft")
 
@@ -62,7 +62,7 @@ WHY = {
 
 
 def capacity() -> Picture:
-    """Draws bars of the memory that each recipe needs of the card, the host and the drive."""
+    """Draws bars of the memory that each recipe needs on the card, the host and the drive."""
     rounds = stored("capacity")["rounds"]
     rows = {name: rounds[name][0] for name in RECIPES}
     top, step, left, scale = 128, 78, 104, 2.95
@@ -113,8 +113,8 @@ def typed(overrides: list[str]) -> str:
 
 
 def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
-    """Draws the memory that a recipe needs of the card by category, inside an outline of the card; below it host and
-    drive."""
+    """Draws a bar of the card memory that a recipe needs, by category, inside an outline of the card's size; below it
+    bars of host memory and drive."""
     picture.box(x, y, row["card_size_bytes"] / GIB * scale, 18, "panel", edge="edge")
     at = x
     parts = {kind: size for kind, size in row["tensor_bytes_by_category"].items() if kind != "other"}
@@ -132,7 +132,7 @@ def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
 
 
 class Panel(NamedTuple):
-    """Where the bytes of one parameter are stored, and which of them are copied in an optimizer step."""
+    """Where the bytes of one parameter are stored in one recipe, and how many are copied in an optimizer step."""
 
     title: str
     typed: str
@@ -142,12 +142,12 @@ class Panel(NamedTuple):
     says_host: str
     drive: dict[str, float]
     says_drive: str = ""
-    gradients: float = 0  # bytes that are copied from the card to the host
-    weights: float = 0  # bytes that are copied from the host to the card
+    gradients: float = 0  # bytes per parameter copied from the card to the host
+    weights: float = 0  # bytes per parameter copied from the host to the card
 
 
 STATE = 2.03  # bytes per parameter of adamw8bit's state: two 8-bit moments, each with an fp32 scale per 256 elements
-TWO_BLOCKS = 2 * 2 / 32  # bytes per parameter of two 16-bit blocks, of a model with 32 blocks
+TWO_BLOCKS = 2 * 2 / 32  # bytes per parameter of the model, for two of its 32 blocks in 16 bits
 MASTERS = "precision=bf16-master optim=adamw8bit clip=null"
 STREAMED = "gradient_checkpointing=offload loss=tiled weights=streamed"
 PANELS = [
@@ -198,7 +198,7 @@ PANELS = [
 
 
 def card_host_drive() -> Picture:
-    """Draws where each byte of a parameter is stored, and what is copied in a step, for four places of the masters."""
+    """Draws where the bytes of a parameter are stored, and how many are copied in a step, for each of PANELS."""
     top, step = 96, 142
     height = top + step * len(PANELS) + 96
     picture = Picture(
@@ -264,7 +264,8 @@ class Symptom(NamedTuple):
     """A symptom, and the overrides that help.
 
     Args:
-        kind: the class of its colour in memory.png.
+        kind: its colour in memory.png.
+        seen: how a user recognizes it.
         words: pairs of (overrides, their price), the best pair first.
     """
 
@@ -351,7 +352,7 @@ SYMPTOMS = [
 
 
 def symptoms() -> Picture:
-    """Draws a decision tree: from the memory that is too large to the override to type first, and its price."""
+    """Draws a decision tree from each symptom to the overrides that help, and their price."""
     top, step, trunk = 112, 88, 34
     height = top + step * len(SYMPTOMS) + 16
     picture = Picture(
@@ -399,7 +400,7 @@ def refusal() -> Picture:
 
 
 def printed(command: str) -> list[str]:
-    """Returns the lines that a command prints. Raises: RuntimeError: the command is not refused."""
+    """Returns the lines that a refused command prints. Raises: RuntimeError: the command is not refused."""
     _, program, *overrides = shlex.split(command)
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -435,7 +436,7 @@ ROOMS = {  # from top to bottom: a folder imports only from the folders below it
 
 
 def modules() -> Picture:
-    """Draws the folders of src/lowmem as a stack, and next to each folder the folders that it imports."""
+    """Draws the folders of src/lowmem in a column, and next to each a dot for every folder that it imports."""
     top, step, cell, left = 76, 40, 23, 480
     height = top + step * len(ROOMS) + 34
     picture = Picture(
@@ -461,7 +462,7 @@ def modules() -> Picture:
 
 
 def imported() -> dict[str, set[str]]:
-    """Returns the folders that each folder of src/lowmem imports, read from its files."""
+    """Returns {folder of src/lowmem: the other folders that its files import}."""
     source, found = ROOT / "src" / "lowmem", {room: set() for room in ROOMS}
     for file in source.rglob("*.py"):
         room = file.relative_to(source).with_suffix("").parts[0]

@@ -1,9 +1,9 @@
-"""Tests whether the planner ranks recipes by speed in the order of measured times, and fits the two efficiencies of its
-roofline.
+"""Tests whether the planner ranks recipes by speed as measurements do, and fits the two efficiencies of its roofline
+model.
 
 python -m benchmarks.plan_time           # about ten minutes on two cores
 
-The twelve recipes were fixed before anything was measured. Each runs in a separate process, in alternating rounds. The
+The twelve recipes were chosen before anything was measured. Each runs in a separate process, in alternating rounds. The
 result is Kendall's tau over all pairs whose measured times differ by more than five per cent. The efficiencies
 (`COMPUTE` and `MEMORY` in lowmem/plan/cost/machine.py) minimize the squared error of log(seconds).
 """
@@ -64,7 +64,7 @@ def counted(rates: dict, traces: dict[str, tuple], compute: float, memory: float
     """Returns the planner's seconds per step of each recipe.
 
     Args:
-        rates: of this machine.
+        rates: the fields of the measured `Machine`.
         compute, memory: shares of the matmul rate and of the memory bandwidth that operators reach.
     """
     here = Machine(**rates)

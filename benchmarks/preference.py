@@ -1,10 +1,10 @@
-"""Compares the bytes of training on pairs with fine-tuning on the same rows, and with TRL's DPOTrainer.
+"""Compares the memory of training on pairs with fine-tuning on equally many rows, and with TRL's DPOTrainer.
 
 python -m benchmarks.preference          # about ten minutes on two cores; with TRL after pip install -e '.[trl]'
 
-All rows train one transformer with random weights on the same pairs in fp32 with AdamW. The peak of live tensors is
-counted, including the weights of the trained model and of other models. TRL computes the reference in each step (its
-default), or before the first step.
+All rows train the same architecture with random weights in fp32 with AdamW, on the same pairs or on their chosen
+answers. The figure is the peak of live tensors, including the weights of the trained model and of a reference model.
+TRL computes the log-probabilities of the reference in each step (its default), or before the first step.
 """
 
 import json
@@ -41,7 +41,7 @@ THEIRS = {"TRL, DPO": False, "TRL, DPO, reference before": True}
 
 
 def pairs(folder: Path) -> Path:
-    """Writes pairs whose answers are longer than a row, so that all rows are full."""
+    """Writes pairs whose answers are longer than a row, so that all rows are full. Returns the file."""
     draw, file = random.Random(0), folder / "pairs.jsonl"
     words = ["".join(draw.choices("aeioulnrstmdkp", k=draw.randint(2, 6))) for _ in range(3000)]
 
@@ -61,8 +61,11 @@ def ours(name: str, folder: Path) -> dict:
 
 
 def theirs(before: bool, folder: Path) -> dict:
-    """Trains the model that a run of lowmem has exported with TRL. Args: before: compute the reference before
-    training."""
+    """Trains the model of a lowmem export with TRL's DPOTrainer.
+
+    Args:
+        before: True to compute the log-probabilities of the reference before training.
+    """
     ours("lowmem, loss=dpo", folder)
     import torch
     from datasets import Dataset

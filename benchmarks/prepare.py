@@ -1,4 +1,4 @@
-"""Measures how fast text is tokenized, and the resident memory that this needs, for files of 1 and 3 GB.
+"""Measures the speed and the resident memory of tokenizing files of 1 and 3 GB.
 
 python -m benchmarks.prepare                     # half an hour on two cores, and 8 GB of disk
 python -m benchmarks.prepare --sizes 64 192      # MB
@@ -45,7 +45,7 @@ def make(kind: str, size: int, file: Path) -> None:
 
 
 def prepare(kind: str, size: int) -> dict:
-    """Tokenizes one file and returns the figures. Resident memory is counted after all imports."""
+    """Writes and tokenizes one file. Returns the figures; the growth of resident memory does not include imports."""
     from lowmem.data import packing, token_store
     from lowmem.data.sources import jsonl, text_files
     from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes

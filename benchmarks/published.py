@@ -4,10 +4,10 @@ python -m benchmarks.published           # about a minute on one core; nothing i
 
 The figures were chosen before any prediction was computed. All are full training of a causal model on one card, in
 eager mode (torch.compile decides itself which tensors it keeps), with exact lengths (packed, or cut from one stream);
-every setting was read in the project's own source. The models are planned as their projects define them
-(`published_models.py`, or transformers' class where the peak is at the loss), and their losses and loops by the
-functions below. Memory that traces do not show is added to the prediction, and the row says why. One setting, the dtype
-of litgpt's logits, was read again after the initial prediction had missed the figure by 5.3 %.
+every setting was read in the project's own source. The planner traces the models as their projects define them
+(`published_models.py`, or transformers' class where the peak is at the loss), with the losses below. Memory that a
+trace does not show is added to the prediction, and the row says why. One setting, the dtype of litgpt's logits, was
+read again after the initial prediction had missed the figure by 5.3 %.
 """
 
 import json
@@ -43,7 +43,7 @@ class PureBFloat16(BasePrecision):
 
 
 def narrow(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Returns the cross entropy of the 16-bit logits, without widening them."""
+    """Returns the cross entropy of the 16-bit logits, without converting them to fp32."""
     logits = model(**batch.inputs, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
 
@@ -57,7 +57,7 @@ def narrow_held(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def sliced(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Cuts the last position off the logits, and computes the cross entropy in fp32."""
+    """Returns the cross entropy in fp32, over all positions of the logits except the last."""
     logits = model(**batch.inputs, use_cache=False).logits[:, :-1].float()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum")
 
@@ -65,7 +65,7 @@ def sliced(model: nn.Module, batch: MicroBatch) -> Tensor:
 def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Converts the logits to fp32, copies all positions except the last, and passes them to the loss as (B, V, T).
 
-    A variable of the loop keeps that copy until the end of the backward pass.
+    A variable of the training loop keeps this copy during the backward pass.
     """
     logits = model(**batch.inputs, use_cache=False).logits.float()
     logits = logits[:, :-1].contiguous()
@@ -84,12 +84,12 @@ class Published:
     name: str
     figure: float
     unit: str  # GB: 10 ** 9 bytes; GiB: 2 ** 30; the divisor in the project's source, even if the label differs
-    measure: str  # the counter of torch's allocator whose peak this is: allocated, active or reserved bytes
+    measure: str  # counter of torch's allocator whose peak was published: allocated, active or reserved bytes
     card: str
     url: str
     commit: str  # commit of the source in which the settings were read
     overrides: tuple[str, ...]
-    differs: str  # how the run differs from this project's own runs
+    differs: str  # settings of this run that lowmem's own runs do not have
     untraced: int = 0
 
     @property
@@ -100,11 +100,11 @@ class Published:
 RUN = ("model=hf", "model.name=published", "model.pretrained=false", "lr=1e-4", "clip=null", "scheduler=constant")
 RUN += ("loss=full",)
 PURE = ("precision._target_=benchmarks.published.PureBFloat16",)
-FOREACH = "optim.fused=false"  # torch chooses this if a run does not set it
+FOREACH = "optim.fused=false"  # torch's default on a card: the multi-tensor implementation
 
 
 def architecture(model_type: str, **keys: object) -> str:
-    """Returns the architecture in Hydra's syntax, which is json's without quotation marks."""
+    """Returns the override of an architecture in Hydra's syntax, which is JSON without quotation marks."""
     return "model.architecture=" + json.dumps({"model_type": model_type, **keys}).replace('"', "")
 
 

@@ -1,4 +1,5 @@
-"""Defines the models of other projects whose published peaks `published.py` compares, for shapes and memory only.
+"""Defines models of other projects whose published peaks `published.py` compares. They only serve to trace memory: for
+example, the cosines and sines of RoPE are zeros.
 
 Each block follows its project's source operator by operator, because the operators determine the tensors that autograd
 keeps: the dtype of a norm and of RoPE, the place where grouped keys and values are repeated, whether queries, keys and

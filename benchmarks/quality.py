@@ -5,9 +5,9 @@ python -m benchmarks.quality --minutes 30       # continues an earlier call for 
 python -m benchmarks.quality --only precision   # one part
 
 SmolLM2-135M-Instruct (tests/support/real_model.py) is trained on Python source that was written after it: the modules
-of transformers with a copyright of 2026. Held out are whole folders of such modules (new) and the reference of the
-Python language (old), which is English that the model has seen before. All rows take the same steps on the same
-batches. A difference matters only if it is larger than the spread between seeds.
+of transformers with a copyright of 2026. Two sets are held out: whole folders of such modules (new), and the reference
+of the Python language (old), English text that the model has probably seen before. Rows with the same seed train on the
+same batches. A difference matters only if it is larger than the spread between seeds.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.runner import machine, options_of, real_model, row, run_train, s
 from lowmem.system.process import processor
 
 STEPS, SEEDS = 30, (0, 1, 2)
-PRECISIONS = ("32", "bf16", "bf16-master", "bf16-sr", "bf16-true", "16-master")  # with several seeds
+PRECISIONS = ("32", "bf16", "bf16-master", "bf16-sr", "bf16-true", "16-master")  # trained with each of SEEDS
 UNTRAINED = "max_steps=1 lr=1e-12"
 BASE = [
     *("data=text", "seq_len=256", "batch_size=4", f"max_steps={STEPS}", "scheduler.warmup_steps=4", "val_sequences=32"),
@@ -68,7 +68,7 @@ PARTS: Mapping[str, Mapping[str, list[str]]] = {
 
 
 def texts(folder: Path) -> list[str]:
-    """Writes the two held-out sets and the texts to train on. Returns the lines that name them."""
+    """Writes the texts to train on and the two held-out sets. Returns the overrides that name them."""
     train, new, old = (folder / name for name in ("train", "new", "old"))
     for place in (train, new, old):
         shutil.rmtree(place, ignore_errors=True)
@@ -84,7 +84,7 @@ def texts(folder: Path) -> list[str]:
 
 
 def train(*lines: str) -> dict:
-    """Trains a row in this process, and returns its measurements."""
+    """Trains a row in this process. Returns the bits per byte of both held-out sets, the time and the memory."""
     folder = Path(os.environ["ROW_FOLDER"])
     model = ["model=hf", f"model.name={real_model()}", f"cache_dir={folder / 'cache'}"]
     summary = run_train([*model, *BASE, *texts(folder / "texts"), *lines])
@@ -98,7 +98,7 @@ def train(*lines: str) -> dict:
 
 
 def table(results: Mapping[str, dict]) -> str:
-    """Returns markdown: each row compared with plain fp32, AdamW and an equal seed, and the spread between seeds."""
+    """Returns Markdown: each row compared with fp32 and AdamW with the same seed, and the spread between seeds."""
     lines = [
         "| `python train.py` ... | bits per byte: new | against fp32 | old | against fp32 | s per step |",
         "|---|---|---|---|---|---|",
@@ -118,7 +118,8 @@ def table(results: Mapping[str, dict]) -> str:
 
 
 def seeds(results: Mapping[str, dict]) -> list[str]:
-    """Returns a table of the precisions that were trained with several seeds. Differences are paired by seed."""
+    """Returns the lines of a table of PRECISIONS; [] until fp32 has been trained with all seeds. Differences are
+    paired by seed."""
     lines = [
         "| precision | new against fp32: mean of seeds | least | largest | fp32 itself: spread of seeds |",
         "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Compares the predicted memory of two ranks with the measured memory, for every strategy that runs on a CPU.
+"""Compares the predicted with the measured memory of two ranks on a CPU, for every strategy that two ranks can use.
 
 It also predicts the memory and the exchanged bytes of a model of 70B parameters on 8, 64 and 512 cards.
 
@@ -53,7 +53,8 @@ def shape(size: str) -> list[str]:
 
 
 def row(strategy: str, size: str, way: str) -> dict:
-    """Trains on two ranks and returns bytes by phase, predicted by rank 0 and measured on each rank."""
+    """Trains on two ranks. Returns bytes by phase, predicted by rank 0 and measured on each rank; if training fails,
+    {"refused": the last line of its error}."""
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         lines = [*LLAMA, *shape(size), *SHORT, *WAYS[way], "seq_len=128", f"strategy={strategy}", "devices=2"]
@@ -72,7 +73,7 @@ def row(strategy: str, size: str, way: str) -> dict:
 
 
 def on_paper(lines: tuple[str, ...], devices: int) -> dict:
-    """Runs plan.py and returns the bytes of a card, of a host with eight cards, and the bytes that a card receives per
+    """Runs plan.py. Returns the bytes of a card and of a host with eight cards, and the bytes that a card receives per
     step."""
     with TemporaryDirectory() as folder:
         typed = [*PAPER, *lines, f"devices={devices}", f"hydra.run.dir={folder}"]
@@ -96,7 +97,7 @@ def highest(file: Path) -> dict[str, int]:
 
 
 def error(result: dict) -> float:
-    """Returns predicted over measured bytes, minus one, of the highest phase on the rank that needs the most memory."""
+    """Returns predicted / measured - 1, of the highest phase on the rank that needs the most memory."""
     return max(result["predicted"].values()) / max(max(ranks.values()) for ranks in result["measured"]) - 1
 
 

@@ -22,7 +22,7 @@ RECIPES = {
 
 
 def row(recipe: str, rows_of: str) -> dict[str, int]:
-    """Returns the bytes of card memory that a run needs, by the length of its rows."""
+    """Returns {tokens of a row: bytes of card memory that a run needs}. Args: rows_of: one of ROWS_OF."""
     from lowmem.config.cards import card
     from lowmem.config.settle import run_of
     from lowmem.model import packed_attention

@@ -1,8 +1,7 @@
-"""Runs the rows of all benchmarks in separate processes, and writes each benchmark's results as JSON and a table.
+"""Runs the rows of a benchmark in separate processes, and writes its results as JSON and as a table.
 
 A row is a command that prints one JSON object as its last line. Rounds alternate in direction (a b c, c b a, ...), so
-that a machine that slows down does not favour a row. Figures are medians over the rounds; ratios are medians of the
-rounds' ratios.
+that a machine that slows down does not favour a row. `medians` and `ratio` summarize the rounds.
 """
 
 import json
@@ -25,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[dict]]:
-    """Runs every row in every round. Args: rows: name -> arguments of `python`. Returns {name: each round's result}."""
+    """Runs every row in every round. Returns {name: results of the rounds}. Args: rows: name -> arguments of python."""
     results: dict[str, list[dict]] = {name: [] for name in rows}
     for number in range(1, rounds + 1):
         for name, arguments in list(rows.items())[:: 1 if number % 2 else -1]:
@@ -35,7 +34,7 @@ def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[di
 
 
 def row(arguments: Sequence[str]) -> dict:
-    """Runs a row in a separate process and returns the result, which is the last line of output."""
+    """Runs a row in a separate process. Returns the result, which the process prints as its last line."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -51,7 +50,7 @@ def options_of(parser: ArgumentParser, measured: Callable[..., dict]) -> Namespa
     """Returns the typed options. In a process that `measure` has started, prints the row's result instead, and ends.
 
     Args:
-        measured: measures the row. It gets the words after `--row`.
+        measured: measures a row and returns its result. Its arguments are the words after `--row`.
     """
     parser.add_argument("--row", nargs="*", help="measure one row in this process")
     options = parser.parse_args()
@@ -62,7 +61,7 @@ def options_of(parser: ArgumentParser, measured: Callable[..., dict]) -> Namespa
 
 
 def environment(folder: str | Path) -> dict[str, str]:
-    """Returns the environment variables of a row's process. Args: folder: the folder that it may write to."""
+    """Returns the environment variables of a row's process. Args: folder: a folder that the process may write to."""
     return os.environ | {"WANDB_SILENT": "true", "ROW_FOLDER": str(folder)}
 
 
@@ -86,12 +85,12 @@ def run_train(arguments: Sequence[str]) -> dict:
 
 
 def medians(results: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
-    """Returns {row: the median of a figure over the rounds}, which is nan if the row could not count it."""
+    """Returns {row: the median of a figure over the rounds}; nan if the row could not measure the figure."""
     return {name: median(nan if run[key] is None else run[key] for run in rounds) for name, rounds in results.items()}
 
 
 def ratio(results: Mapping[str, Sequence[Mapping]], name: str, against: str, key: str) -> float:
-    """Returns the median over the rounds of name / against; both sides of each ratio were measured close together."""
+    """Returns the median over the rounds of a figure of `name` / that of `against`, measured in the same round."""
     return median(a[key] / b[key] for a, b in zip(results[name], results[against], strict=True))
 
 
@@ -114,7 +113,11 @@ def stored(name: str) -> dict:
 
 
 def write(name: str, result: Mapping, table: str) -> None:
-    """Writes results/<name>.json and .md. Args: result: it names its "machine" if that is not this one."""
+    """Writes results/<name>.json and .md, and prints the table.
+
+    Args:
+        result: the content of the JSON file. "machine" is this machine unless `result` has this key.
+    """
     RESULTS.mkdir(exist_ok=True)
     result = {"machine": machine(), **result}
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -1,8 +1,8 @@
-"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, with every technique they share.
+"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, with techniques that all have.
 
 python -m benchmarks.side_by_side        # about twenty minutes per round on two cores
 
-It measures speed, the peak of live tensors, resident memory without imports, and the largest difference of any step's
+It measures the speed, the peak of live tensors, resident memory without imports, and the largest difference of a step's
 loss from the plain loop's loss. Weights, data, optimizer and seed are equal (see loops.py), and the four loops of a
 recipe alternate step by step (see turns.py).
 """

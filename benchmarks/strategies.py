@@ -3,9 +3,9 @@
 python -m benchmarks.strategies                    # about 20 minutes on two idle cores
 python -m benchmarks.strategies --only ddp fsdp    # keeps earlier results of the other strategies
 
-It also records each rank's share of the memory, and the collectives that are sent. The cases come from
-tests/support/matrix.py and run over gloo on a CPU, with two processes, or four for a mesh of two dimensions. NCCL and
-the time of a step need cards, and are not tested here.
+It also records each rank's share of the memory, and the collectives. The cases come from tests/support/matrix.py and
+run over gloo on a CPU, with two processes, or four for a mesh of two dimensions. NCCL and the time of a step need
+cards, and are not tested here.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SIGNS = {"exact": "exact", "refused": "refused", "not run": "not run", "differs"
 
 
 def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> dict:
-    """Tests a strategy's features, and returns the results and, for one case, the memory and collectives of each rank.
+    """Tests a strategy's features. Returns the results and, for one case, each rank's memory and rank 0's collectives.
 
     Args:
         before: earlier results.
@@ -68,7 +68,8 @@ def measure_cell(ranks, case, bands: dict[str, float], name: str) -> dict:
 
 
 def shares_of_bytes(ranks, case) -> dict:
-    """Returns the last window's bytes on each rank, as shares of a single process's, and its collectives by name."""
+    """Returns each rank's bytes before the last step, as shares of the bytes of a single process, and rank 0's
+    collectives by name in the last window of two micro-batches."""
     import pair
 
     reports, alone = ranks(replace(case, counted=True)), pair.alone(case)["bytes"]

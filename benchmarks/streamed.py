@@ -37,7 +37,8 @@ STREAMED = "weights=streamed"
 
 @contextmanager
 def running(lines: Sequence[str]) -> Iterator["Training"]:  # noqa: F821
-    """Trains as train.py does, but without checkpoints and an export, which take 16 GB each for 8B parameters."""
+    """Trains as train.py does, but without checkpoints and an export, which take 16 GB each for 8B parameters. Yields
+    the finished training."""
     from lowmem.config.check import check
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
@@ -62,11 +63,11 @@ EIGHT = [
 SMALLER = [f"model.architecture.{d}" for d in ("hidden_size=1024", "intermediate_size=3584", "num_hidden_layers=8")]
 SMALLER += [f"model.architecture.{d}" for d in ("num_attention_heads=8", "num_key_value_heads=2")]
 RESIDENT_ASKED = 21 * GIB
-ENDED = 0.5 * GIB  # free memory of the machine below which this run is stopped, before the kernel kills another process
+ENDED = 0.5 * GIB  # available host memory below which the run is killed, before the kernel kills another process
 
 
 class Progress:
-    """Prints the progress of a long run, with its time and its resident memory."""
+    """Prints messages of a long run to stderr, each with the run's time and resident memory."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -77,7 +78,7 @@ class Progress:
 
 
 def recording(tell: Progress) -> type:
-    """Returns a `watchers.Stop` that also prints the progress of a run, and records its steps for `figures_of`."""
+    """Returns a subclass of `watchers.Stop` that prints a run's progress and records its steps for `figures_of`."""
     from lowmem.training import watchers
 
     class Recording(watchers.Stop):
@@ -103,7 +104,7 @@ def recording(tell: Progress) -> type:
 
 
 def figures_of(run: "Training") -> dict:  # noqa: F821
-    """Returns the losses, the seconds and the memory of a run with `recording`."""
+    """Returns the losses, the seconds and the memory of a run whose `Stop` is made by `recording`."""
     stop, meter = run.watchers.stop, run.watchers.meter
     return {
         "parameters": sum(p.numel() for p in run.module.parameters()),
@@ -131,7 +132,11 @@ def eight(more: Sequence[str] = ()) -> dict:
 
 
 def watched(arguments: Sequence[str]) -> dict:
-    """Runs a row, watches its resident memory, and ends it before the machine runs out of memory."""
+    """Runs a row in a separate process and adds its peak resident memory to the result.
+
+    Raises:
+        SystemExit: the row failed, or was killed before the machine ran out of memory.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "stdout"
         with out.open("w") as stdout:
@@ -258,7 +263,7 @@ PHASES = ("forward", "backward", "step")
 
 
 def in_turn(weights: str, more: Sequence[str] = ()) -> dict:
-    """Runs one of the two loops that alternate."""
+    """Runs one of the alternating loops."""
     from lowmem.training import watchers
 
     mine = turns.Turns()
@@ -357,7 +362,7 @@ WINDOWS = (1, 4)  # micro-batches per accumulation window
 
 
 def counted(micro_batches: int) -> dict:
-    """Returns the bytes that are copied each way in the last of three accumulation windows."""
+    """Returns the bytes that are copied in each direction in the last of three accumulation windows."""
     from lowmem.offload import master_weights
     from lowmem.offload.copy_lanes import AtOnceLane
     from lowmem.offload.link import StagedLink
@@ -434,7 +439,8 @@ DEEP += ["loss.columns=512", "batch_size=2", "max_steps=3", *QUIET]
 
 
 def step_of(weights: str) -> dict:
-    """Returns (phase, bytes of each category) at every allocation and release in the last step of a run."""
+    """Trains a small model. Returns its parameters and `points`: [phase, bytes of each category] at the allocations and
+    releases of the last sampled step."""
     from lowmem.system.units import CATEGORIES
 
     with running([*DEEP, weights, "+trainer.limit_val_batches=0"]) as run:

@@ -19,7 +19,8 @@ from lowmem.config.refusals import refused
 from lowmem.config.settle import run_of
 
 BASE = "(as shipped)"
-# Overrides that a choice needs here: every update has eight sequences, and a chunk is smaller than the batch.
+# Overrides that a choice needs here: every optimizer step has eight sequences, and the chunks and tiles of a loss are
+# smaller than a batch and the vocabulary.
 PAIRS = "data=preference", "data.path=examples/preference.jsonl"
 WITH = {
     "accumulation=fixed": ["batch_size=2"],
@@ -59,7 +60,7 @@ def row(*arguments: str) -> dict:
 
 
 def of_shipped(results: dict, name: str) -> float:
-    """Returns the speed, relative to the shipped run of the same rounds."""
+    """Returns the speed relative to the shipped run of the same round, as the median over the rounds."""
     return median(
         figures["tokens_per_second"] / figures.get("shipped_tokens_per_second", shipped["tokens_per_second"])
         for figures, shipped in zip(results[name], results[BASE], strict=True)
@@ -67,7 +68,7 @@ def of_shipped(results: dict, name: str) -> float:
 
 
 def refused_pairs() -> dict[str, list[str]]:
-    """Returns {row: rows with which it is refused}, for rows that are accepted on their own."""
+    """Returns {row: rows with which it is refused}. Rows that are refused alone have no pairs."""
 
     def says(*names: str) -> list[str]:
         needed = [line for name in names for line in WITH.get(name, [])]

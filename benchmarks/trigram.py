@@ -1,4 +1,4 @@
-"""Implements a byte-trigram model, a baseline that every language model of the same corpus must beat.
+"""Implements a byte-trigram model, a baseline that a language model trained on the same corpus must beat.
 
 It estimates P(c | ab) from counts and smooths it towards P(c | b), which is smoothed towards P(c), which in turn is
 smoothed towards 1/256, each with the weight of `PRIOR` observations. It needs 256^3 counts, which are 64 MiB, and about

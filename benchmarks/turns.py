@@ -17,7 +17,7 @@ from statistics import median
 
 from benchmarks.runner import ROOT, environment, result
 
-PIPES = "ROW_PIPES"  # environment variable: two pipes, through which a loop receives its turns and returns them
+PIPES = "ROW_PIPES"  # environment variable: descriptors of the pipes on which a loop receives turns and returns them
 SETTLE = 0.05  # seconds between two turns, in which the threads of the previous loop become idle
 
 
@@ -31,7 +31,7 @@ class Turns:
         self._start: tuple[float, int] | None = None
 
     def next(self) -> None:
-        """Gives back the turn and waits for the next one. Call it where a step starts."""
+        """Returns the turn and waits for the next one. Call it at the start of a step."""
         if self._start is not None:
             seconds, pages = _now()
             self.seconds.append(seconds - self._start[0])
@@ -49,7 +49,7 @@ def _now() -> tuple[float, int]:
 
 
 class _Loop:
-    """Starts a loop and gives it turns, in the process that measures."""
+    """Starts a loop in another process and gives it turns."""
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         folder.mkdir()
@@ -68,7 +68,7 @@ class _Loop:
         os.close(to_write)
 
     def gave_back(self) -> bool:
-        """Waits until the loop has returned its turn. Returns False if the process has ended."""
+        """Waits until the loop returns its turn. Returns False if its process has ended."""
         return bool(os.read(self.back, 1))
 
     def step(self) -> bool:
@@ -102,13 +102,14 @@ def take_turns(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
 
 
 def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[str, list[dict]]:
-    """Runs groups of loops.
+    """Runs groups of loops, one group after the other.
 
     Args:
-        teams: rows that alternate with each other.
+        teams: groups of rows, name -> arguments of `python`. The rows of a group alternate step by step.
+        rounds: how often to run every group.
 
     Returns:
-        {name: each round's result}.
+        {name: results of the rounds}.
     """
     results: dict[str, list[dict]] = {name: [] for team in teams for name in team}
     for number in range(1, rounds + 1):
@@ -123,7 +124,7 @@ def speed_ratio(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int
     """Returns the speed of our loop divided by the speed of the other loop: the median ratio of corresponding steps
     over all rounds.
 
-    The median excludes the cost of rare work, such as the meter's break-down; `tokens_per_second` includes it.
+    The median leaves out the cost of rare work, such as the meter's sampled steps; `tokens_per_second` includes it.
     """
     return median(their / our for our, their in _steps(ours, theirs, warm_up))
 

@@ -1,8 +1,9 @@
-"""Draws when an accumulation window computes, copies and runs the optimizer, for both orders of streamed weights:
-docs/window.png.
+"""Draws docs/window.png: when an accumulation window computes, copies and runs the optimizer, for both orders of
+streamed weights.
 
-A small model is trained on a CPU, where copies are instant. A simulated clock counts the times of a card with a slow
-link: computing a block takes 1 in forward and 3 in backward, and copying its 16-bit weights takes 4.
+A small model is trained on a CPU, where copies take no time of their own. A simulated clock counts the times of a card
+with a slow link: computing a block takes 1 in forward and 3 in backward, copying its 16-bit weights takes 4, and its
+optimizer step on the host takes 2.
 
 python -m benchmarks.window_lanes        # half a minute.
 """
@@ -39,17 +40,22 @@ Interval = tuple[float, float, int]  # start, end, number of the block
 
 
 class At:
-    """An event: a time on the clock."""
+    """An event at a time of the simulated clock."""
 
     def __init__(self, time: float) -> None:
         self.time = time
 
     def synchronize(self) -> None:
-        """No-op: the copy has been made."""
+        """No-op: `Clock.copy` copies at once."""
 
 
 class Clock:
-    """A copy lane and a link with simulated times. Args: weights: of the model that is trained."""
+    """A copy lane with simulated times, which also times the gradients and updates of a link.
+
+    Args:
+        weights: the streamed weights of the trained model.
+        link: the link of the run, whose `fetch` and `update_block` are wrapped.
+    """
 
     registers = True
 
@@ -67,6 +73,8 @@ class Clock:
         link.fetch, link.update_block = self.fetches, self.steps
 
     def takes(self, lane: str, number: int, start: float, duration: float) -> float:
+        """Records an interval that begins at `start`, or later when the lane is free. Returns its start. Does not
+        record evaluations."""
         if not (torch.is_grad_enabled() or in_backward()):  # an evaluation
             return start
         start = max(start, self.free[lane])

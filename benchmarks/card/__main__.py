@@ -1,16 +1,17 @@
 """Measures results that need a CUDA card: speed, how much copying is hidden, and memory compared with its prediction.
 
-    python -m benchmarks.card --minutes 9      # the most valuable cases first, as many as fit; again for the rest
+    python -m benchmarks.card --minutes 9      # the most valuable cases that fit; type it again for the rest
     python -m benchmarks.card --only masters   # cases with a word in their names, even if they have been measured
     python -m benchmarks.card --list           # the cases, their seconds, and which have been measured
     python -m benchmarks.card --device cpu     # a rehearsal without a card: the same code, small models
     python -m benchmarks.card --predict h100   # predicts every run of lowmem for a card of conf/gpu.yaml, without one
     python -m benchmarks.card --table          # writes the page again from the file of results
 
-Every case runs in a separate process. A case starts only if its estimated seconds fit in the rest of --minutes, and is
-stopped after twice its estimate. benchmarks/results/card.json is written after each case, and a case with a result is
-not run again, so that the next call continues with the next case, or with the case for which the time was too short.
-The exit code is 1 if a case failed or found a wrong result.
+Every case runs in a separate process. A case starts only if its estimated seconds fit in the rest of --minutes. It is
+stopped after twice its estimate (at least a minute), or when the minutes are over. benchmarks/results/card.json is
+written after each case, and a case with a result, even a failure, is not run again. The next call continues with the
+next case, or with the case for which the time was too short. The exit code is 1 if a case failed or found a wrong
+result.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra", "omegaconf", "psutil", "pydantic")
-PATIENCE = {"cuda": 2, "cpu": 10}  # times a case's seconds: then it is ended; a rehearsal may run on a busy machine
-LEAST = 60  # minimum seconds for every case
+PATIENCE = {"cuda": 2, "cpu": 10}  # time limit / seconds of a case; a rehearsal may run on a busy machine
+LEAST = 60  # smallest time limit in seconds, unless fewer seconds are left
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: Sequence, known: dict, file: Path, options: argparse.Namespace) -> int:
-    """Runs the chosen cases that have no result and fit in the minutes; with --only also cases that have a result."""
+    """Runs the chosen cases that have no result and fit in the minutes; with --only also cases that have a result.
+    Returns the exit code."""
     from benchmarks.card import case, page
     from lowmem.report.summary import write
 
@@ -110,7 +112,7 @@ def _is_over(case, known: dict) -> bool:
 
 
 def _seconds(case, known: dict) -> float:
-    """Returns how long a case took on this card, or its estimate."""
+    """Returns how many seconds a case took on this card, or its estimate if it has not been completed."""
     record = known["cases"].get(case.name, {})
     return record["seconds"] if record.get("status") == "done" else case.seconds
 
@@ -166,8 +168,8 @@ def _refused(why: str) -> int:
 
 
 if __name__ == "__main__":
-    for name in ("SIGTERM", "SIGHUP"):  # they raise, like Ctrl-C, so that cases end with this process
-        if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # nohup ignores SIGHUP, and it stays ignored
+    for name in ("SIGTERM", "SIGHUP"):  # raise an exception, as Ctrl-C does, so that cases end with this process
+        if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # SIGHUP stays ignored under nohup
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
     try:
         sys.exit(main())

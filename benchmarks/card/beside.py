@@ -1,7 +1,8 @@
 """Times Llama-3.2-1B's shapes (1.24B parameters) in lowmem and in other training loops.
 
-All loops train the same random weights on the same rows, with the optimizer, the schedule and the clipping that lowmem
-builds, in fp32 weights with bf16 autocast, on 8 sequences of 2048 tokens per step, in two micro-batches.
+The loops that are compared train the same random weights on the same rows, with the optimizer, the schedule and the
+clipping that lowmem builds. The weights are in fp32, with bf16 autocast; a step has 8 sequences of 2048 tokens, in two
+micro-batches. `variants` and `tf32` time other precisions and losses in lowmem alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ PLAIN = "a plain PyTorch loop"
 
 
 def loops(here: Here) -> Iterator[dict]:
-    """Yields lowmem and a plain loop, which alternate, and then Lightning, transformers.Trainer and TRL's SFTTrainer.
+    """Yields the rows of lowmem and a plain loop, which alternate, then of Lightning, transformers.Trainer and TRL's
+    SFTTrainer, which run once each.
 
     Raises:
         LeftOut: the card is too small.
@@ -44,7 +46,7 @@ def loops(here: Here) -> Iterator[dict]:
 
 
 def frameworks() -> dict[str, Callable]:
-    """Returns the loops of frameworks by name."""
+    """Returns {name of a framework: its loop}."""
 
     def sft(loop: others.Materials, watch: Blocks) -> None:
         from benchmarks.card.sft import sft as train  # here, because TRL may not be installed
@@ -55,7 +57,7 @@ def frameworks() -> dict[str, Callable]:
 
 
 def variants(here: Here) -> Iterator[dict]:
-    """Yields lowmem's other recipes of this model. Raises: LeftOut: the card is too small."""
+    """Yields the rows of lowmem's other recipes for this model. Raises: LeftOut: the card is too small."""
     _require(here)
     for name in VARIANTS:
         yield attempt(lambda name=name: ours.train(name, here, Blocks(here, steps(here) // 2))) | {"run": name}
@@ -81,8 +83,8 @@ def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | 
 
     Args:
         by: name of the loop.
-        run: of `recipes.RUNS`.
-        watch: what watches the loop's steps; None: a block of `steps`.
+        run: name of a run of `recipes.RUNS`.
+        watch: times the loop's steps; None: a block of `steps(here)` steps.
     """
     watch = watch or Blocks(here, steps(here))
     typed = recipes.typed(run, here, f"max_steps={watch.all_steps}")
@@ -106,10 +108,10 @@ def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | 
 
 
 def compared(mine: dict, theirs: dict, speed: str = "lowmem's speed over this loop's") -> dict[str, object]:
-    """Returns the ratio of two loops' speeds, and the difference of their losses, relative to the loss.
+    """Returns the ratio of two loops' speeds and the largest relative difference of their losses; {} if a loop failed.
 
     Args:
-        speed: the name of the ratio.
+        speed: the name of the ratio, which is the speed of `mine` over that of `theirs`.
     """
     times = [seconds_per_step(row) for row in (mine, theirs)]
     if None in times:

@@ -1,11 +1,11 @@
-"""Times blocks of optimizer steps as in a user's run: nothing waits between the steps of a block.
+"""Times blocks of optimizer steps as in a user's run: the device is not synchronized between the steps of a block.
 
 A loop calls `begin` before each step and `end` after it. The device is synchronized once before the first timed step
 and once after the last one. A clock that synchronizes at every step would make a loop that never waits for the device
 as slow as one that always does.
 
-Loops that are compared run one after the other in one process, in the order A B B A, so that a card that slows down as
-it warms up does not favour a loop. Each block records the card's clock and temperature.
+`in_turns` runs loops one after the other in one process, in the order A B B A, so that a card that slows down as it
+warms up does not favour a loop. Each block records the card's clock, temperature and power at its end.
 """
 
 import time
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from benchmarks.card.case import Here
 from lowmem.model.trainable import packed
 
-WARM_UP = 3  # untimed steps before each timed block of steps; lowmem counts live tensors during them
-# Dense bf16 TFLOPS of data sheets, by a part of the card's name: what model FLOPs utilization (MFU) is a share of.
+WARM_UP = 3  # untimed steps before each timed block of steps
+# Dense bf16 TFLOPS of data sheets, the denominator of model FLOPs utilization (MFU). Keys are parts of the card's name;
+# the first match applies.
 PEAK = {
     "H200": 989.4,
     "H100 PCIe": 756.5,
@@ -37,7 +38,8 @@ class Blocks:
     """Times one block.
 
     Args:
-        steps: optimizer steps in the block; `all_steps` includes those that warm up.
+        steps: timed optimizer steps.
+        warm_up: untimed steps before them. `all_steps` is the sum of both.
     """
 
     def __init__(self, here: Here, steps: int, warm_up: int = WARM_UP) -> None:
@@ -58,7 +60,7 @@ class Blocks:
         self._losses.append(torch.zeros((), device=self.here.device))
 
     def add(self, loss: Tensor) -> None:
-        """Adds a micro-batch's share of the step's mean loss, which is read only after the block has ended."""
+        """Adds a micro-batch's share of the step's mean loss. The loss stays on the device until `losses` reads it."""
         self._losses[-1] = self._losses[-1] + loss.detach()
 
     def end(self) -> None:
@@ -72,15 +74,14 @@ class Blocks:
         return [float(loss) for loss in self._losses]
 
     def as_dict(self) -> dict:
-        """Returns the block's figures. Raises: SystemExit: the loop ended before the block did."""
+        """Returns the block's steps, seconds and sensors. Raises: SystemExit: the loop ended before the block did."""
         if self.seconds is None:
             raise SystemExit(f"The loop made {self.ended} of {self.all_steps} steps.")
         return {"steps": self.steps, "seconds": self.seconds, **self.sensors}
 
 
 def _sensors() -> dict[str, float | None]:
-    """Returns the card's clock in MHz, its temperature in degrees Celsius and its power in watts, if NVML is
-    available."""
+    """Returns the card's clock in MHz, its temperature in degrees Celsius and its power in watts; None without NVML."""
     found: dict[str, float | None] = {"mhz": None, "celsius": None, "watts": None}
     with suppress(Exception):  # missing sensors must not stop the measurement
         found |= {"mhz": torch.cuda.clock_rate(), "celsius": torch.cuda.temperature()}
@@ -89,7 +90,7 @@ def _sensors() -> dict[str, float | None]:
 
 
 def in_turns(loops: Mapping[str, Callable[[], dict]], here: Here) -> Iterator[tuple[str, dict]]:
-    """Runs loops in the order A B C C B A. Yields (loop, its row), with the blocks of both runs in it.
+    """Runs loops in the order A B C C B A. Yields (name, row) in the order C B A; a row has the blocks of both runs.
 
     Args:
         loops: name -> a function that runs the loop once and returns its row, with one block in `blocks`.
@@ -105,7 +106,7 @@ def in_turns(loops: Mapping[str, Callable[[], dict]], here: Here) -> Iterator[tu
 
 
 def attempt(run: Callable[[], dict]) -> dict:
-    """Returns a loop's row, or why it failed, so that the other loops are still measured."""
+    """Returns a loop's row, or a row with the error as `why`, so that the other loops are still measured."""
     from benchmarks.card.case import LeftOut
 
     try:
@@ -117,7 +118,7 @@ def attempt(run: Callable[[], dict]) -> dict:
 
 
 def both(first: Mapping, second: Mapping) -> dict:
-    """Returns one row of two runs of the same loop: the second one's figures, with the blocks of both."""
+    """Merges the rows of two runs of a loop: the blocks of both runs, and the other figures of the second run."""
     why = first.get("why") or second.get("why")
     row = {**first, **second, "blocks": [*first["blocks"], *second["blocks"]]}
     return row | ({"why": why} if why else {})
@@ -151,5 +152,5 @@ def flops_per_token(network: nn.Module, seq_len: int) -> float:
 
 
 def peak_flops(card: str) -> float | None:
-    """Returns the dense bf16 FLOP/s of the data sheet, or None for a card that is not listed."""
+    """Returns the dense bf16 FLOP/s of the card's data sheet, or None if PEAK does not list the card."""
     return next((1e12 * peak for part, peak in PEAK.items() if part in card), None)

@@ -46,9 +46,9 @@ class Case:
 
     Args:
         name: for the command line and the page.
-        seconds: how long its process takes on an H100, measured or estimated; twice as long ends it.
+        seconds: how long its process takes on an H100, measured or estimated. The time limit is a multiple of it.
         run: "module:function", which takes a `Here` and yields rows.
-        environment: environment variables of its process on a card, for what torch reads when it is imported.
+        environment: environment variables of its process on a card, for settings that torch reads once per process.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Here:
-    """Where a case runs. Args: folder: a temporary folder of the case; device: cuda, or cpu for a rehearsal."""
+    """Where a case runs. Args: device: cuda, or cpu for a rehearsal; folder: a temporary folder of the case."""
 
     device: str
     folder: Path
@@ -76,7 +76,7 @@ class Here:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Frees the memory that this process caches on the device, and its pinned host memory, for the next run."""
+        """Frees device memory and pinned host memory that torch caches in this process, for the next run."""
         import torch
 
         gc.collect()
@@ -92,7 +92,7 @@ class Here:
         return torch.cuda.get_device_properties(0).total_memory / 2**30 if self.on_card else 79.1
 
     def host_gib(self) -> float:
-        """Returns the GiB of available host memory; in a rehearsal, of a typical host with an H100."""
+        """Returns the GiB of available host memory; in a rehearsal, that of a typical host with an H100."""
         from lowmem.system.process import available_bytes
 
         return available_bytes() / 2**30 if self.on_card else 120.0
@@ -157,7 +157,7 @@ def run(case: Case, device: str, limit: float) -> dict:
     """Runs a case for at most `limit` seconds.
 
     Returns:
-        status: done, left out, failed or ended; rows; seconds; and, unless it is done, why.
+        status: done, left out, failed or ended (by the limit); rows; seconds; and, unless the status is done, why.
     """
     start = time.monotonic()
     SCRATCH.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def run(case: Case, device: str, limit: float) -> dict:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """Yields whether no other process runs cases in this checkout, since two at once would slow each other down."""
+    """Yields False if another process runs cases in this checkout: two at once would slow each other down."""
     SCRATCH.mkdir(parents=True, exist_ok=True)
     handle = os.open(SCRATCH, os.O_RDONLY)
     try:
@@ -210,7 +210,7 @@ def _read(file: Path) -> dict:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Returns the environment of a case: this checkout, offline, with one visible card."""
+    """Returns the environment of a case: this checkout, offline, with one visible card and without `NOT_OURS`."""
     paths = [str(ROOT / part) for part in ("src", "tests/support", "tests")] + [os.environ.get("PYTHONPATH", "")]
     ours = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -1,12 +1,13 @@
-"""The cases of `python -m benchmarks.card`, the most valuable first: a card may be there for minutes only.
+"""The cases of `python -m benchmarks.card`, the most valuable first: a card may be available for minutes only.
 
-The seconds are of one H100 with sixteen cores, estimated until a card has measured them.
+The seconds are for one H100 with sixteen cores, estimated until a card has measured them.
 """
 
 from benchmarks.card.case import Case
 
 HERE = "benchmarks.card"
-# for cases with deterministic=true: torch reads it at the first product of the process, which another run may make
+# For cases with deterministic=true. Set for the whole process, because torch reads it at the first matrix product,
+# which an earlier run of the case may compute.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 CASES = (
     Case("card and link", 20, f"{HERE}.link:rates"),

@@ -1,8 +1,8 @@
-"""Measures how much of a step the card is idle, and how often a step waits for the card, in four training loops.
+"""Measures how much of a step the card is idle, and how often a step waits for the card, in five training loops.
 
 A loop that reads a number from the card, such as the loss, waits until all queued work is done, and the card is idle
-until new work is queued. GPT-2 124M shows such waits best, since its steps take less than 20 ms; 1.24B parameters are
-the smallest model that people train on such a card.
+until new work is queued. GPT-2 124M shows such waits best, because its steps take less than 20 ms. The model with 1.24B
+parameters has a size that people train on such a card.
 """
 
 import warnings
@@ -27,7 +27,7 @@ WAITED = "called a synchronizing CUDA operation"  # torch also warns once that c
 
 
 def loops(here: Here) -> Iterator[dict]:
-    """Yields lowmem, a plain loop and the loops of frameworks, for each model."""
+    """Yields the rows of lowmem, of a plain loop and of the frameworks' loops, for each model."""
     for run in RUNS:
         yield _row(here, run, "lowmem", lambda watch, run=run: ours.train(run, here, watch))
         for by, loop in {PLAIN: others.plain, **frameworks()}.items():
@@ -44,7 +44,7 @@ def _row(here: Here, run: str, by: str, train) -> dict:
 
 
 class Profiled(Blocks):
-    """Profiles some steps, then counts waits in equally many. The block is not a measurement of speed."""
+    """Profiles STEPS steps, then counts waits in STEPS more. Profiling slows the steps, so their seconds are unused."""
 
     def __init__(self, here: Here) -> None:
         super().__init__(here, 2 * STEPS)
@@ -69,7 +69,7 @@ class Profiled(Blocks):
             self.found["waits per step"] = waits(self._messages) / STEPS
 
     def close(self) -> None:
-        """Ends active measurements, also after an error, since the next loop is measured in this process."""
+        """Ends active measurements. Also called after an error, because the next loop runs in the same process."""
         self._under_way.close()
 
     def _end_profile(self) -> None:
@@ -94,15 +94,15 @@ def waits(messages: Iterable[warnings.WarningMessage]) -> int:
 
 
 def on_card(events: Iterable[FunctionEvent]) -> Iterator[tuple[float, float]]:
-    """Yields the intervals of kernels and copies. Named regions, such as an optimizer's step, are events, too, which
-    reach from their first kernel to their last one and include gaps."""
+    """Yields (start, end) of kernels and copies on the card. Skips named regions, such as an optimizer's step: such an
+    event reaches from its first kernel to its last one and includes the gaps between them."""
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             yield event.time_range.start, event.time_range.end
 
 
 def idle(intervals: Iterable[tuple[float, float]]) -> float | None:
-    """Returns the share of idle time between the first start and the last end, or None."""
+    """Returns the share of idle time between the first start and the last end, or None without intervals."""
     ordered = sorted(intervals)
     if not ordered:
         return None

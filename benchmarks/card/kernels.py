@@ -1,7 +1,7 @@
-"""Times 1.24B parameters with other kernels: Liger's norm, rotary embedding and SwiGLU, and each of torch's
-attention kernels.
+"""Times 1.24B parameters with other kernels: Liger's norm, rotary embedding and SwiGLU, and torch's flash and cuDNN
+attention.
 
-All rows use the plain loop. Losses with different kernels differ by rounding, and `found` has the difference.
+All rows use the plain loop. Losses with different kernels differ by rounding; `found` contains the difference.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ FUSED = ("LigerRMSNorm", "LigerSwiGLUMLP")
 
 
 def swapped(here: Here) -> Iterator[dict]:
-    """Yields the plain loop, and the plain loop with each of the other kernels, which alternate."""
+    """Yields the rows of the plain loop, and of the plain loop with each of the other kernels, which alternate."""
     kernels: dict[str, Callable] = {}
-    if here.on_card:  # a CPU has one attention kernel
+    if here.on_card:  # a CPU has neither of them
         kernels |= {f"{PLAIN}, {name}": partial(with_attention, one) for name, one in ATTENTIONS.items()}
     kernels[f"{PLAIN}, Liger's norm, rotary embedding and SwiGLU"] = with_liger
-    # last, so that it runs twice in a row and is complete first, and each other loop then has its ratio
+    # last, so that its two runs are adjacent and its row comes first: each other row is compared with it
     kernels[PLAIN] = others.plain
     runs, plain = {by: partial(_run, here, loop, by) for by, loop in kernels.items()}, {}
     for by, row in in_turns(runs, here):
@@ -47,7 +47,7 @@ def with_liger(loop: others.Materials, watch: Blocks) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from transformers.models.llama import modeling_llama
 
-    # Liger replaces these for the whole process; afterwards the classes of transformers are restored
+    # Liger replaces these for the whole process; `patch` restores the originals
     own = {name: getattr(modeling_llama, name) for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")}
     with patch.multiple(modeling_llama, **own):
         _apply_liger_kernel_to_instance(

@@ -12,7 +12,7 @@ from lowmem.offload.copy_lanes import CardLane
 from made_up import SlowLane
 
 Timed = list[Callable[[], float]]  # each returns seconds, and is called once all copies are done
-FIRST = 3  # the first third of the copies is left out: the device is still warming up
+FIRST = 3  # the first third of the measurements is left out: the device is still warming up
 
 
 class OnCard(CardLane):

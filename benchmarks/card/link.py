@@ -1,7 +1,7 @@
 """Describes the card, and measures the rates that the planner uses: matmuls, memory, and the link in both directions.
 
-The rates are stored for a week, so that a plan on this machine uses them. The planner itself measures the same rates
-except the link with copies in both directions at once, for which it assumes a share.
+The rates are stored for a week, so that a plan on this machine uses them. The planner itself measures the same rates,
+except for the rate of the link while copies run in both directions, for which it assumes a share.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ import torch
 from benchmarks.card.case import Here
 from lowmem.plan.cost.machine import measured, store
 
-FLOATS = 1 << 25  # number of floats that are copied over the link at once
-OTHER_WAY = 4  # copies from the card during one copy to the card; enough to last until that copy is done
+FLOATS = 1 << 25  # fp32 numbers per copy over the link
+OTHER_WAY = 4  # copies from the card during one copy to the card; they take longer than that copy
 
 
 def rates(here: Here) -> Iterator[dict]:

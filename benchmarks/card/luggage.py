@@ -5,8 +5,8 @@
     python -m benchmarks.card.luggage .wheels311 --python 3.11 --check python
 
 The machine's image has the packages of `IMAGE`. Every requirement of the wheels must be in `WHEELS` or in `IMAGE`. The
-folder and the files that git tracks are sent together, so both count for the limit. The exit code is 1 if something is
-missing, too large, or cannot be imported.
+folder and the files that git tracks are sent together, so the limit applies to their sum. The exit code is 1 if
+something is missing, too large, or cannot be imported.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WHEELS = {
     "omegaconf": "2.3.1",  # Hydra 1.3 asks for < 2.4
     "antlr4-python3-runtime": "4.9.3",  # published as source only: its wheel is built here
     "pydantic": "2.14.4",
-    "pydantic-core": "2.50.5",  # exactly the one that this pydantic asks for
+    "pydantic-core": "2.50.5",  # this pydantic requires exactly this version
     "annotated-types": "0.8.0",
     "typing-inspection": "0.4.5",
     "typing-extensions": "4.16.0",  # pydantic asks for >= 4.16; the image's version is not known
@@ -46,7 +46,7 @@ WHEELS = {
     "nvidia-ml-py": "13.615.71",  # torch reads the card's clock with it
 }
 BUILT = ("antlr4-python3-runtime",)
-# where the import has another name
+# package -> module, where they differ by more than "-" and "_"
 MODULES = {"hydra-core": "hydra", "antlr4-python3-runtime": "antlr4", "nvidia-ml-py": "pynvml"}
 NEED_CUDA = ("roundpipe", "trainstream")  # their import raises an error without a card
 # Packages of the image, with the version where it is known.
@@ -185,7 +185,7 @@ def size(folder: Path, limit: int = LIMIT) -> int:
 
 def missing_requirements(folder: Path, python: str, image: Mapping[str, str | None] = IMAGE) -> Iterator[str]:
     """Yields the requirements of the wheels that neither the folder nor the image meets, without requirements of
-    extras. A version of the image that is not known meets every requirement."""
+    extras. A package of the image whose version is not known meets every requirement."""
     wheels = sorted(folder.glob("*.whl"))
     there = {**image, **dict(map(named, wheels))}
     for wheel in wheels:
@@ -199,7 +199,7 @@ def missing_requirements(folder: Path, python: str, image: Mapping[str, str | No
 
 
 def requirements(wheel: Path, python: str) -> list[Requirement]:
-    """Returns what a wheel's METADATA requires on Linux with this Python, such as 3.12."""
+    """Returns what a wheel's METADATA requires on Linux, without extras. Args: python: such as 3.12."""
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = HeaderParser().parsestr(archive.read(name).decode())
@@ -209,9 +209,9 @@ def requirements(wheel: Path, python: str) -> list[Requirement]:
 
 
 def check(folder: Path, python: str) -> None:
-    """Installs the wheels in a temporary folder and imports them, and all modules of benchmarks.card.
+    """Installs the wheels in a temporary folder, and imports them and all modules of benchmarks.card.
 
-    Args: python: an interpreter with the image's packages.
+    Without CUDA, the packages of `NEED_CUDA` are only located. Args: python: an interpreter with the image's packages.
     """
     with tempfile.TemporaryDirectory() as target:
         wheels = [str(wheel) for wheel in sorted(folder.glob("*.whl"))]

@@ -1,4 +1,4 @@
-"""Trains with lowmem in this process, as `python train.py` does, and returns what one run measured.
+"""Trains with lowmem in this process, as `python train.py` does, and returns the figures of the run.
 
 The plan, checkpoints, the export and W&B are off: a plan would take seconds of the card's time, and checkpoints of 8B
 parameters minutes. The memory meter and metrics.csv are on.
@@ -21,13 +21,13 @@ from lowmem.model import loading
 from lowmem.system.quiet_libraries import quiet
 from lowmem.training import training, watchers
 
-POOL = (1 << 24) + 43  # size of the pool from which all weights are copied; a prime, so that blocks differ
+POOL = (1 << 24) + 43  # numbers in the pool from which weights are copied; a prime, so that equal blocks differ
 STD = 0.02
 
 
 @contextmanager
 def drawn_at_once(device: str) -> Iterator[None]:
-    """Initializes random weights inside the `with` by copying them from one pool of random numbers.
+    """Replaces the random initialization of weights inside the `with` by copies from one pool of random numbers.
 
     Drawing 8B numbers on the host takes minutes, and copying them takes seconds. The pool is drawn on the device.
     Weights of zeros or ones would be multiplied faster than a trained model's are.
@@ -77,17 +77,17 @@ def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
     """Trains until the watch's block has ended.
 
     Args:
-        name: of a run in `recipes.RUNS`.
-        more: lines that come last.
+        name: name of a run of `recipes.RUNS`.
+        more: further overrides, which come last.
 
     Returns:
-        A row: tokens of a step, FLOPs per token, the block, the losses, and the highest bytes of device and host.
+        A row: tokens per step, FLOPs per token, the block, the losses, and the peak bytes of device and host.
     """
     run = composed(name, here, f"max_steps={watch.all_steps}", *more)
     with (
         drawn_at_once(here.device),
         patch.object(watchers, "Stop", in_blocks(watch)),
-        patch.object(MemoryMeter, "first", watch.warm_up),  # it counts live tensors only in steps that are not timed
+        patch.object(MemoryMeter, "first", watch.warm_up),  # after the warm-up, only every 20th step is tracked
         training.training_session(run, here.folder / "run", keeps=False) as trained,
     ):
         return {
@@ -102,7 +102,8 @@ def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
 
 
 def peaks(meter: MemoryMeter) -> dict[str, int | None]:
-    """Returns the peak bytes of a run: tensors on the device, memory reserved by its allocator, and the process."""
+    """Returns the peak bytes of a run: tensors on the device, memory that CUDA's allocator reserved (None on a CPU),
+    and resident memory of the process."""
     reserved = [int(row["reserved_peak_bytes"]) for row in meter.rows() if row.get("reserved_peak_bytes")]
     return {
         "peak_bytes": meter.peak_bytes["device"],
@@ -112,7 +113,7 @@ def peaks(meter: MemoryMeter) -> dict[str, int | None]:
 
 
 def in_blocks(watch: Blocks) -> type:
-    """Returns the class of a callback that ends training, and notifies a watch when a step begins and ends."""
+    """Returns a subclass of `Stop` that tells a watch when a step begins and ends, and its loss."""
 
     class InBlocks(watchers.Stop):
         def on_train_batch_start(self, trainer, module, *_) -> None:

@@ -21,7 +21,7 @@ def write(file: Path, known: Mapping) -> int:
 
 
 def lines_of(record: Mapping) -> str:
-    """Returns how a case went, in one line per row."""
+    """Returns a case's status and seconds in one line, then one line per row."""
     lines = [f"  {record['status']} in {record['seconds']:.0f} s{_because(record)}"]
     for row in record["rows"]:
         speed = f"{tokens_per_second(row):,.0f} tokens/s" if row.get("blocks") else ""
@@ -32,12 +32,12 @@ def lines_of(record: Mapping) -> str:
 
 
 def is_wrong(row: Mapping) -> bool:
-    """Returns whether a case has judged its own row to be wrong."""
+    """Returns True if the case itself has marked this row as wrong."""
     return row.get("right") is False
 
 
 def page(known: Mapping) -> str:
-    """Returns the page."""
+    """Returns the page as Markdown."""
     parts = [*_top(known["machine"]), *_speeds(known), *_findings_table(known), *_missing(known)]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -57,7 +57,8 @@ def _top(machine: Mapping) -> list[str]:
 
 
 def _of_predictions() -> str:
-    """Returns the machine for which the predictions were made, which may differ from the machine that was measured."""
+    """Returns a sentence on the machine that the predictions assume, which may differ from the measured one; "" without
+    predictions."""
     card, cores = (prediction.stored().get(key) for key in ("card", "cores"))
     return (
         f"Predictions are for an {card.upper()} with {cores} host cores, at the rates of conf/gpu.yaml, and were made "
@@ -136,7 +137,7 @@ def _findings(row: Mapping) -> str:
 
 
 def _missing(known: Mapping) -> list[str]:
-    """Returns one line for each case that has not been measured, and each run that failed."""
+    """Returns one line for each case that has not been measured, and for each row that failed or is wrong."""
     lines = []
     for case in CASES:
         record = known["cases"].get(case.name)
@@ -157,5 +158,5 @@ def _because(record: Mapping) -> str:
 
 
 def short(why: str) -> str:
-    """Returns the last line of a text, which is the error of a traceback."""
+    """Returns the last line of a text, at most 300 characters of it. In a traceback this line is the error."""
     return (why.strip().splitlines() or [""])[-1][-300:]

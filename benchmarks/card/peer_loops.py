@@ -1,10 +1,11 @@
 """Training loops of RoundPipe 0.1.1 and TrainStream 0.4.1, as short as their own examples.
 
-RoundPipe's preset for Qwen3 calls transformers as of version 4 and raises a TypeError with version 5, so its layers are
-listed here, as for any model without a preset. Its loss, in chunks of 4,096 tokens, is compiled; TrainStream's is not.
+RoundPipe's preset for Qwen3 calls transformers as of version 4 and raises a TypeError with version 5. The layers are
+therefore listed here, as for any model without a preset. RoundPipe's loss, in chunks of 4,096 tokens, is compiled;
+TrainStream's is not.
 
-A loop gets the network in bf16 on the host, the rows of each step, and a watch whose block it fills. It returns the
-traits in which it equals lowmem's run, or differs.
+Both loops get the network in bf16 on the host, the rows of each step, and a watch that times the steps. They return the
+`traits` of the method, for comparison with lowmem's.
 """
 
 from collections.abc import Callable
@@ -30,8 +31,8 @@ def traits(state: str, stale: bool, streams: bool) -> dict[str, bool | str]:
 
     Args:
         state: precision of the optimizer state.
-        stale: a step computes with the weights of the step before.
-        streams: the card does not hold all weights.
+        stale: True if a step computes with the weights of the previous step.
+        streams: True if the card does not hold all weights.
     """
     return {
         "masters": "fp32 on the host",
@@ -45,7 +46,7 @@ def traits(state: str, stale: bool, streams: bool) -> dict[str, bool | str]:
 
 
 class Start(nn.Module):
-    """The first layer: embeddings (B, T, H), and the rotations of all positions."""
+    """The first layer. Returns the embeddings (B, T, H), cos and sin of the rotary embedding, and the labels."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class Block(nn.Module):
 
 
 class End(nn.Module):
-    """The last layer: the mean cross entropy of a micro-batch, by RoundPipe's own chunked loss."""
+    """The last layer. Returns the mean cross entropy of a micro-batch, by RoundPipe's chunked loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ def roundpipe(network: nn.Module, steps: list[Step], watch: Blocks, is_async: bo
     from roundpipe import RoundPipe, RoundPipeRunConfig
     from roundpipe.optim import Adam
 
-    parts = 2  # micro-batches; its default on one card
+    parts = 2  # micro-batches; RoundPipe's default on one card
     config = RoundPipeRunConfig(num_microbatch=parts)
     model = RoundPipe(layers_of(network), optim_dtype=torch.float32, name="peer", model_run_config=config)
     optimizer = Adam(model.optim_parameters(), **ADAMW, decoupled_weight_decay=True)
@@ -111,7 +112,7 @@ def roundpipe(network: nn.Module, steps: list[Step], watch: Blocks, is_async: bo
 
 
 class WithLoss(nn.Module):
-    """A network that returns its loss, so that all hooks of its root see the loss, too."""
+    """A network that computes its loss in `forward`, so that the hooks of the root module cover the loss, too."""
 
     def __init__(self, network: nn.Module, chunked_cross_entropy: Callable) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def trainstream(network: nn.Module, steps: list[Step], watch: Blocks) -> dict:
 
     network.gradient_checkpointing_enable({"use_reentrant": False})
     model = WithLoss(network, chunked_cross_entropy)
-    # offload=True: otherwise it may leave the host for a fused AdamW with state in bf16
+    # offload=True: otherwise TrainStream may choose a fused AdamW on the card, with state in bf16
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     model, optimizer = wrap_hf(model, optimizer, device="cuda", offload=True, moment_dtype="float32")
     for ids, labels in steps:

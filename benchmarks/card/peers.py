@@ -1,7 +1,7 @@
 """Compares lowmem with RoundPipe 0.1.1 and TrainStream 0.4.1: full fine-tuning of 1.7B parameters under 24 GiB.
 
 All of them train the same network (Qwen3-1.7B's shapes, the same random weights in bf16) on the same random rows, 8 x
-2048 tokens per step, with AdamW on the host, fp32 masters, no clipping, and recomputation of activations. They differ:
+2048 tokens per step, with AdamW on the host, fp32 masters, no clipping, and recomputation of activations. Differences:
 
 - lowmem streams the weights layer by layer and stores its optimizer state in 8 bits, as the recipe says. Another row
   has fp32 state, like the peers.
@@ -11,10 +11,10 @@ All of them train the same network (Qwen3-1.7B's shapes, the same random weights
 - TrainStream keeps the weights on the card if they fit, sends gradients to the host during backward, and updates each
   weight there when its gradient has arrived. It gets all 8 rows at once, so that gradients cross the bus once.
 
-Every peer runs in a separate process: RoundPipe ends its process on an error, and pinned memory that has been freed
-stays cached. Compilers (of TrainStream's extension, RoundPipe's optimizer and its loss) run before the timed block.
+Every row runs in a separate process: RoundPipe ends its process on an error, and torch caches pinned memory that has
+been freed. Compilers (of TrainStream's extension, RoundPipe's optimizer and its loss) run before the timed block.
 
-python -m benchmarks.card.peers <peer> <device>
+python -m benchmarks.card.peers <row> <device>
 """
 
 import json
@@ -42,7 +42,7 @@ RUN = "1.7B, streamed by layer, 8 x 2048"
 GIB = 24  # the cap of the card's memory
 STEPS = {"cuda": 8, "cpu": 2}
 WARM_UP = {"cuda": 6, "cpu": 1}  # the peers adapt their plans in the first steps
-PATIENCE = 150  # seconds of each process: a peer that hangs must not take the time of the others
+PATIENCE = 150  # time limit of each process in seconds: a peer that hangs must not take the time of the others
 OURS = {"lowmem": ("8 bits", ()), "lowmem, fp32 state": ("32 bits", ("optim=adamw",))}
 PEERS = {
     "RoundPipe, synchronous": partial(roundpipe, is_async=False),
@@ -66,7 +66,7 @@ def _in_process(name: str, here: Here) -> dict:
 
     Raises:
         SystemExit: it failed; the message ends with its last output.
-        TimeoutExpired: it took longer than PATIENCE, and was ended.
+        TimeoutExpired: it took longer than PATIENCE and was killed.
     """
     arguments = ["-m", "benchmarks.card.peers", name, here.device]
     done = subprocess.run(
@@ -84,8 +84,8 @@ def _in_process(name: str, here: Here) -> dict:
 
 
 class Measured(Blocks):
-    """Times a block and also records how much free memory the machine lost: the resident set of a process may lack
-    pinned memory."""
+    """Times a block, and samples the machine's available memory after each step: the resident memory of a process may
+    not include pinned memory."""
 
     def __init__(self, here: Here) -> None:
         super().__init__(here, STEPS[here.device], WARM_UP[here.device])

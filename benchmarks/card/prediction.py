@@ -2,7 +2,7 @@
 
 The predictions are made and committed before a card measures anything, and are shown next to the measurements. They
 count operations and bytes at the rates of conf/gpu.yaml, and assume a host of sixteen cores: each core runs the
-optimizer as fast as the cores of benchmarks/results/host_optimizer.md, and memory has 150 GB/s.
+optimizer as fast as the cores of benchmarks/results/host_optimizer.md, up to a memory bandwidth of 150 GB/s.
 """
 
 import json
@@ -52,12 +52,12 @@ def page(found: Mapping) -> str:
 
 
 def predicted(run: str) -> dict:
-    """Returns the prediction of a run; empty if it does not exist."""
+    """Returns the prediction of a run; {} if the file lacks it."""
     return stored().get("runs", {}).get(run, {})
 
 
 def stored() -> dict:
-    """Returns all predictions, and the card they were made for."""
+    """Returns all predictions, and the card for which they were made; {} if the file does not exist."""
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 

@@ -1,14 +1,14 @@
 """Looks for races between streams with torch's own sanitizer for CUDA streams.
 
-TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so this case has its own environment. The
-sanitizer keeps vector clocks of streams and events (`torch.cuda._sanitizer`): two accesses to one address are a race if
-they are not ordered by an event, whenever they ran. A short training with streamed weights and offloaded boundaries
+TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so this case sets it for its process. The
+sanitizer keeps vector clocks of streams and events (`torch.cuda._sanitizer`): a write and another access to one address
+are a race if no event orders them, whenever they ran. A short training with streamed weights and offloaded boundaries
 must not have a race. The same training without one of its waits must have one; otherwise the sanitizer does not see
 these copies, and its silence proves nothing.
 
-The sanitizer identifies a tensor by its first byte, only on the device, and sees only work that the threads of the
-training loop launch. Host memory and the host's own threads are checked by `tests/offload/test_races.py`, without a
-card. Its checker is also used here if there is no card.
+The sanitizer identifies a tensor by the address of its first byte, only on the device, and sees only work that the
+threads of the training loop launch. `tests/offload/test_races.py` checks host memory and the host's threads without a
+card. A rehearsal of this case uses the checker of that test.
 """
 
 import re
@@ -30,7 +30,7 @@ RUNS = {
     "streamed weights": False,
     "streamed weights that are not waited for": True,
 }  # True: the device does not wait for copies
-LINES = (  # two windows of two micro-batches, and an evaluation
+LINES = (  # two accumulation windows of two micro-batches, and an evaluation
     *("model=gpt2", "model.pretrained=false", *recipes.SMALL["model=gpt2"], "model.architecture.n_layer=4"),
     *("data=random", *recipes.STREAMED, "weights=streamed", "batch_size=2", "seq_len=16", "max_steps=2"),
     *("accumulation=fixed", "accumulation.batches=2", "val_every=2", "val_sequences=2", "sample_tokens=0"),
@@ -44,7 +44,7 @@ class Seen:
     """The accesses that the sanitizer saw during a training."""
 
     operators: Counter = field(default_factory=Counter)  # stream -> number
-    copies: Counter = field(default_factory=Counter)  # whether the sanitizer saw the copies -> number of copies
+    copies: Counter = field(default_factory=Counter)  # True if the sanitizer saw the copy, else False -> number
     races: list[str] = field(default_factory=list)
 
     def launch(self, checked: Callable[..., list]) -> Callable[..., list]:
@@ -59,7 +59,7 @@ class Seen:
         return check
 
     def copy(self, copies: Callable) -> Callable:
-        """Wraps a lane's `copy`. The sanitizer sees copies of threads in which it is active."""
+        """Wraps a lane's `copy` to count copies. The sanitizer only sees copies from threads in which it is active."""
 
         def counted(lane, *arguments):
             self.copies[_get_current_dispatch_mode() is not None] += 1
@@ -68,13 +68,13 @@ class Seen:
         return counted
 
     def right(self, wrong: bool) -> bool:
-        """Returns whether the sanitizer saw copies and several streams, and found a race if and only if a wait was
-        removed."""
+        """Returns whether the sanitizer saw copies and several streams, and found a race if and only if `wrong`: a wait
+        was removed."""
         return self.copies[True] > 0 and len(self.operators) > 1 and bool(self.races) == wrong
 
 
 def streamed_step(here: Here) -> Iterator[dict]:
-    """Yields a row of a training, and a row of the same training without one of its waits."""
+    """Yields the row of a training, and the row of the same training without one of its waits."""
     run = ours.checked([*LINES, f"device={here.device}"])
     for name, wrong in RUNS.items():
         seen = _watched_run(run, here, wrong)
@@ -100,7 +100,7 @@ def _checked(handler, seen: Seen) -> AbstractContextManager:
 
 @contextmanager
 def _by_torch() -> Iterator[tuple[Seen, type]]:
-    """Yields the accesses that torch's sanitizer sees in this process, and the class of its lanes.
+    """Yields the accesses that torch's sanitizer sees in this process, and the class of the run's copy lanes.
 
     Raises:
         SystemExit: the sanitizer is off.
@@ -116,7 +116,8 @@ def _by_torch() -> Iterator[tuple[Seen, type]]:
 
 @contextmanager
 def _by_stand_in() -> Iterator[tuple[Seen, type]]:
-    """Yields the accesses without a card: simulated lanes report every access to the sanitizer's checker."""
+    """Yields the accesses without a card, and the class of simulated copy lanes, which report every access to the
+    sanitizer's checker."""
     from races import all_over
     from traced_lane import TracedLane, watched
 

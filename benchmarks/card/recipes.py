@@ -1,4 +1,4 @@
-"""The runs of lowmem that a card measures, by name, as overrides of train.py.
+"""The runs of lowmem that are measured on a card: {name: overrides of train.py}.
 
 A prediction of each run is made without a card (`python -m benchmarks.card --predict h100`) and is shown next to its
 measurement. A rehearsal without a card runs the same overrides with `SMALL` shapes.
@@ -39,7 +39,7 @@ QWEN = ["model=qwen3-0.6b", *NO_TOKENS]
 QWEN_1_7B = [*QWEN, *_shape(hidden_size=2048, intermediate_size=6144)]
 QWEN_4B = [*QWEN, *_shape(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32)]
 
-# the shapes of a rehearsal, by the first override of a model; a real seq_len would take minutes
+# the override that selects a model -> its small shapes for a rehearsal
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512}
 TINY_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512}
@@ -80,7 +80,7 @@ RUNS = {
     ],
     "8B LoRA, streamed, 4 x 1024": [*LLAMA_8B, "adapter=lora", *LORA, "weights=streamed"],
     "8B LoRA, resident, 4 x 1024": [*LLAMA_8B, "adapter=lora", *LORA],
-    # the host quantizes 8 of 32 layers in a minute, and all of them in four
+    # the host quantizes 8 of 32 layers in one minute, and all layers in four
     "8 of 32 layers of 8B, QLoRA, streamed, 4 x 1024": [
         *(*LLAMA_8B, *QUARTER, "adapter=qlora", *LORA, "weights=streamed")
     ],
@@ -93,7 +93,11 @@ RUNS = {
 
 
 def typed(name: str, here: Here, *more: str) -> list[str]:
-    """Returns the overrides of a run of `RUNS`, with a small model in a rehearsal. Args: more: appended overrides."""
+    """Returns the overrides of a run of `RUNS`; a rehearsal has a small model and short sequences.
+
+    Args:
+        more: appended overrides.
+    """
     lines = RUNS[name]
     small = [] if here.on_card else [line for first in SMALL if first in lines for line in SMALL[first]]
     return [*lines, *QUIET, *small, *([] if here.on_card else ["seq_len=16"]), f"device={here.device}", *more]

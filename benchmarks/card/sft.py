@@ -1,10 +1,10 @@
-"""Trains with TRL's SFTTrainer, for comparison with the loops of `benchmarks.loops`: same rows, order, optimizer and
-schedule.
+"""Trains with TRL's SFTTrainer, for comparison with the loops of `benchmarks.loops`: the same rows in the same order,
+and the same optimizer and schedule.
 
-SFTTrainer computes the loss in its own way: log-probabilities of the labels, computed from hidden states in tiles, so
-that the logits of a step are never stored at once. The loss is divided by the tokens of the step, as in the other
-loops; losses in fp32 differ from theirs by 1e-6 at most, because the sums are rounded in another order. SFTTrainer also
-computes an entropy and an accuracy, which it reads from the device at every micro-batch.
+SFTTrainer computes the log-probabilities of the labels from hidden states in tiles, and so never stores all logits of a
+step. The loss is divided by the tokens of the step, as in the other loops; in fp32 it differs from theirs by about
+1e-6, because the sums are rounded in another order. SFTTrainer also computes an entropy and an accuracy, which it reads
+from the device at every micro-batch.
 
 Labels are shifted already, so they are passed as `shift_labels`: SFTTrainer's own collator would drop a position of
 each row.
@@ -45,13 +45,13 @@ def sft(loop: Materials, watch: Watches) -> None:
 
 
 def collate(rows: Sequence[dict]) -> dict[str, Tensor]:
-    """Returns a micro-batch of rows of equal length. Trainer counts the tokens of `labels`, and SFTTrainer the tokens
-    of the attention mask; the loss reads `shift_labels`."""
+    """Returns a micro-batch of rows of equal length. Trainer counts tokens in `labels`, SFTTrainer counts tokens in the
+    attention mask, and the loss reads `shift_labels`."""
     ids, labels = (torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels"))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "shift_labels": labels}
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
-    """Returns a tokenizer that SFTTrainer requires and does not use: the rows are tokens already."""
+    """Returns a tokenizer of one word. SFTTrainer requires a tokenizer, but does not use it: the rows are tokens."""
     of_one = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
     return PreTrainedTokenizerFast(tokenizer_object=of_one, eos_token="<end>", pad_token="<end>")

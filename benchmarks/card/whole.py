@@ -1,7 +1,8 @@
-"""Times lowmem's own recipes for models that do not fit on the card: streamed weights, masters, adapters, caps.
+"""Times lowmem's recipes for models that do not fit on the card: streamed weights, masters, adapters, memory caps. One
+more case trains GPT-2 twice and compares the losses.
 
 Losses of runs that should be equal are compared bit for bit. Those runs have deterministic=true, because by default
-CUDA's flash attention adds gradients in the order in which its blocks end.
+CUDA's flash attention adds gradients in the order in which its thread blocks end.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +18,14 @@ from lowmem.training.training import DidNotFit
 STREAMED, RESIDENT = "8B, streamed by layer, 8 x 2048", "8B, resident, 8 x 2048"
 QUARTER = "8 of 32 layers of 8B, streamed"  # the card holds two layers at a time, independent of depth
 EQUAL = (QUARTER, "8 of 32 layers of 8B, resident")
-HOST = {STREAMED: 58, RESIDENT: 82}  # GiB, as predicted, plus a margin
-CARD = 20  # GiB for resident weights, as predicted, plus a margin
+HOST = {STREAMED: 58, RESIDENT: 82}  # GiB of host memory, as predicted, plus a margin
+CARD = 20  # GiB on the card with resident weights, as predicted, plus a margin
 TRIES = 4  # number of caps to try
 
 
 def streamed(here: Here) -> Iterator[dict]:
-    """Yields 8B parameters streamed by layer, and a part of them streamed and resident, whose bits are compared.
+    """Yields the rows of 8B parameters streamed by layer, and of 8 of their 32 layers streamed and resident. The losses
+    of the last two must have equal bits.
 
     Raises:
         LeftOut: the host has too little memory.
@@ -41,7 +43,7 @@ def streamed(here: Here) -> Iterator[dict]:
 
 
 def resident(here: Here) -> Iterator[dict]:
-    """Yields 8B parameters with weights that stay on the card. Raises: LeftOut: card or host has too little memory."""
+    """Yields the row of 8B parameters that stay on the card. Raises: LeftOut: card or host has too little memory."""
     _require_host(here, RESIDENT)
     if here.gib() < CARD:
         raise LeftOut(f"it needs {CARD} GiB and the card has {here.gib():.0f}")
@@ -49,7 +51,7 @@ def resident(here: Here) -> Iterator[dict]:
 
 
 def _row(here: Here, name: str, watch: Blocks, *more: str) -> dict:
-    """Returns the row of a run of `recipes.RUNS`, or why it failed, and frees its memory."""
+    """Trains a run of `recipes.RUNS` and frees its memory. Returns its row, or a row with the error as `why`."""
     row = attempt(partial(ours.train, name, here, watch, *more)) | {"run": name}
     here.release()
     return row
@@ -90,19 +92,19 @@ def hidden_share(copied: float, waited: float) -> float | None:
 
 
 def masters(here: Here) -> Iterator[dict]:
-    """Yields 4B parameters whose masters are updated as gradients arrive, and 4B parameters whose masters are updated
-    after clipping."""
+    """Yields the rows of 4B parameters whose masters are updated as gradients arrive, and of 4B parameters whose
+    masters are updated after clipping."""
     for name in ("4B, masters that step early, 2 x 2048", "4B, masters that step after clipping, 2 x 2048"):
         yield _row(here, name, Blocks(here, 10 if here.on_card else 2, warm_up=2))
 
 
 def lora(here: Here) -> Iterator[dict]:
-    """Yields LoRA on streamed and on resident weights of 8B parameters."""
+    """Yields the rows of LoRA on streamed and on resident weights of 8B parameters."""
     yield from _adapters(here, "8B LoRA, streamed, 4 x 1024", "8B LoRA, resident, 4 x 1024")
 
 
 def qlora(here: Here) -> Iterator[dict]:
-    """Yields QLoRA and LoRA on a part of 8B: the host quantizes the weights, which would take minutes for all."""
+    """Yields the rows of QLoRA and LoRA on 8 of 8B's 32 layers: to quantize all layers takes the host minutes."""
     part = "8 of 32 layers of 8B"
     yield from _adapters(here, f"{part}, QLoRA, streamed, 4 x 1024", f"{part}, LoRA, streamed, 4 x 1024")
 
@@ -113,7 +115,8 @@ def _adapters(here: Here, *names: str) -> Iterator[dict]:
 
 
 def twice(here: Here) -> Iterator[dict]:
-    """Yields GPT-2 with and without deterministic kernels, each trained twice, and whether the losses are equal."""
+    """Yields the rows of GPT-2 with and without deterministic kernels. Each is trained twice, and its row says whether
+    the losses have equal bits."""
     name = "GPT-2 124M, bf16"
     ways = {True: ["deterministic=true"], False: []}
     rows = {}
@@ -132,7 +135,8 @@ def twice(here: Here) -> Iterator[dict]:
 
 
 def capped(here: Here) -> Iterator[dict]:
-    """Yields a part of 8B under a cap of 4 and of 8 GiB, and the smallest cap that works, with its prediction."""
+    """Yields the rows of 8 of 8B's 32 layers under a cap of 4 and of 8 GiB, and on a card the smallest cap that works,
+    with its prediction."""
     for cap in ("4GiB", "8GiB"):
         row = _row(here, QUARTER, _few(here), f"memory.limit={cap}")
         yield row | {"run": f"{QUARTER}, under {cap}"}
@@ -144,10 +148,11 @@ def capped(here: Here) -> Iterator[dict]:
 
 
 def smallest(planned: int, works: Callable[[int], bool], tries: int = TRIES) -> tuple[int | None, dict[str, bool]]:
-    """Searches for the smallest cap that works between 0.9 and 1.1 times the planned cap, by bisection.
+    """Searches for the smallest cap that works, by bisection between 0.9 and 1.1 times the planned cap. Tries the
+    planned cap first.
 
     Returns:
-        The smallest working cap in bytes, or None; GiB of each tried cap -> whether it worked.
+        (the smallest tried cap that works, in bytes, or None; {GiB of each tried cap: whether it works}).
     """
     low, high, tried, least = round(0.9 * planned), round(1.1 * planned), {}, None
     cap = planned
@@ -169,6 +174,7 @@ def _works(here: Here, cap: int) -> bool:
 
 
 def xl(here: Here) -> Iterator[dict]:
-    """Yields GPT-2 XL with fp16 masters, 64 sequences per step in micro-batches of 4, under a cap of 12 GiB."""
+    """Yields the row of GPT-2 XL with fp32 masters of fp16 weights, under a cap of 12 GiB. A step has 64 sequences, in
+    micro-batches of 4."""
     name = "GPT-2 XL, fp16 masters, 64 x 1024"
     yield _row(here, name, _few(here))

@@ -14,11 +14,11 @@ def one_of(*strategies):
 
 
 def outcomes(outcome, strategies, folder, cases, again=False):
-    """Counts the results of `outcome(folder, *drawn)`. Each case begins with an empty folder.
+    """Returns how often `outcome(folder, *drawn)` has each result. Each case begins with an empty folder.
 
     Args:
         cases: number of cases.
-        again: whether to draw other cases in each call.
+        again: True to draw other cases in each call.
     """
     counted = Counter()
 

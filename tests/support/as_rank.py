@@ -18,7 +18,8 @@ def as_rank(rank, size, *names):
     """Enters a fake process group as `rank` and yields its device mesh.
 
     Args:
-        names: dimension names of the mesh. torch caches by these names, so ranks of equal meshes need different names.
+        names: the name of the mesh's dimension. torch caches meshes by name, so ranks of equal meshes need different
+            names.
     """
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
@@ -28,8 +29,8 @@ def as_rank(rank, size, *names):
 
 
 def part_of(whole, mesh, dim=0):
-    """Returns the rows (or columns) of a tensor that belong to this rank. The last ranks may have fewer rows or
-    none."""
+    """Returns a tensor as a DTensor that is sharded along `dim`. The shards of the last ranks may be smaller or
+    empty."""
     pieces = whole.chunk(mesh.size(), dim) if whole.dim() else ()
     mine = mesh.get_local_rank()
     empty = whole.narrow(dim, 0, 0)

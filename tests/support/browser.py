@@ -1,4 +1,4 @@
-"""Opens a page in Chromium with any width of the window, through its debugging pipe: without a driver or a network."""
+"""Opens pages in Chromium with a given window width, through its debugging pipe: without a driver or a network."""
 
 import json
 import os

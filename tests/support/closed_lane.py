@@ -1,9 +1,9 @@
-"""A lane whose memory is inaccessible to the program during a copy, so that an access that comes too early crashes.
+"""A copy lane that makes its memory inaccessible to the program during a copy: an access that comes too early crashes.
 
 Slots, host blocks and staging memory are mapped twice. A copy uses the second mapping, and runs as late as possible:
-when somebody waits for it. From the start of a copy until then, the program's mapping of the destination is
+when the program waits for it. From the start of a copy until then, the program's mapping of the destination is
 inaccessible, and its mapping of the source is read-only (`mprotect`). An access that comes too early is a segmentation
-fault, and `faulthandler` prints its line. So each case runs in a separate process.
+fault, and `faulthandler` prints its line. Each case therefore runs in a separate process.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ import torch
 from lowmem.offload.copy_lanes import AtOnceLane
 
 CLOSED, READ, OPEN = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
-FEW = 4  # minimum number of buffers of a run: slots, host blocks and staging
+FEW = 4  # every run has more buffers than this: slots, host blocks and staging memory
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Memory:
-    """One buffer with two mappings. Args: size: in bytes."""
+    """A buffer with two mappings: `tensor` for the program, and `other` for copies. Args: size: in bytes."""
 
     known: ClassVar[dict[int, "Memory"]] = {}  # by the address of the program's mapping
 
@@ -42,7 +42,7 @@ class Memory:
         return cls.known.get(tensor.untyped_storage().data_ptr())
 
     def hidden(self, tensor):
-        """Returns a view of the second mapping at the place of a tensor."""
+        """Returns a view of the second mapping with the offset, dtype and shape of a tensor in the first one."""
         start = tensor.storage_offset() * tensor.element_size()
         return self.other[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -55,7 +55,12 @@ class Memory:
 
 
 class Copy:
-    """A copy that runs when somebody waits for it, after all earlier copies in its direction."""
+    """A copy that runs when the program waits for it, after all earlier copies in the same direction.
+
+    Args:
+        before: the previous copy in the same direction, or None.
+        after: an event that the copy waits for.
+    """
 
     def __init__(self, lane, to, source, before, after):
         self.lane, self.ends, self.before, self.after, self.done = lane, (to, source), before, after, False
@@ -122,7 +127,7 @@ class Torch:
 
 
 def live(log, wrong, registers, model, arguments, weights):
-    """Trains in this process, which is started for it.
+    """Trains once, in a process that is started for this case.
 
     Args:
         log: file for the stack of a segmentation fault.

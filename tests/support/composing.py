@@ -1,8 +1,8 @@
-"""Composes configs of tests in a fifth of the time, if only typed keys differ.
+"""Patches Hydra to compose the configs of tests in a fifth of the time, if only typed keys differ.
 
-Hydra first merges the files of the chosen groups, and then sets the typed keys. Most tests make equal choices and type
-other keys, so the merged files are cached in the process, and copied. `pickle` copies a config in a quarter of the time
-of `copy.deepcopy`.
+Hydra first merges the files of the chosen groups, and then sets the typed keys. Most tests choose the same groups and
+type different keys, so the merged files are cached in the process, and copied. `pickle` copies a config in a quarter of
+the time of `copy.deepcopy`.
 """
 
 import copy
@@ -52,7 +52,7 @@ def parse_line_once(self, line, rule):
 
 
 def extend_path_if_asked(self, config_name, parsed_overrides, repo):
-    """Calls Hydra's check for a search path only if needed, because it parses the main file again."""
+    """Calls Hydra's search path check only if needed, because the check parses the main file again."""
     key = (*places(repo), config_name)
     typed = any(line.get_key_element() == "hydra.searchpath" for line in parsed_overrides)
     if typed or key not in _plain:

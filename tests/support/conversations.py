@@ -1,4 +1,4 @@
-"""Twenty conversations with the features that chat templates treat differently.
+"""Twenty conversations with features that chat templates treat differently.
 
 The conversations are records of `data=chat`: with system prompts, several answers, tools and calls, reasoning, an empty
 turn, several scripts, code, and white space at the ends of contents.
@@ -6,7 +6,7 @@ turn, several scripts, code, and white space at the ends of contents.
 
 
 def said(*contents: str) -> list[dict]:
-    """Returns messages of the user and the assistant in turn."""
+    """Returns alternating messages of the user and the assistant."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 

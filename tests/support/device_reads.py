@@ -13,8 +13,8 @@ On a CPU all tensors have the device "cpu", so each storage is assigned to a sid
 - or all tensors from which an operator made it are on the host side.
 
 Every other storage is on the device side. So an unmarked host tensor makes a test fail, but no device tensor is missed.
-Weights and gradients go through staging memory and a thread, as with a card. Waits without a read are not counted: for
-an event, for the link, and for copies from memory that is not pinned.
+Weights and gradients go through staging memory and a thread, as with a card. Waits without a read are not counted:
+waits for an event, for the link, and for copies from memory that is not pinned.
 """
 
 import threading
@@ -98,7 +98,8 @@ class DeviceReads(StorageTracker):
         self.seen.append(Read(self.window, f"{file}:{frame.lineno}", call, "/transformers/" in frame.filename))
 
     def lines(self, window: int, of_model: bool = False) -> Counter[str]:
-        """Returns how often each line has read the device in a window."""
+        """Returns how often each line has read a device tensor in a window. Args: of_model: True for lines of
+        transformers, False for all other lines."""
         return Counter(read.line for read in self.seen if (read.window, read.of_model) == (window, of_model))
 
 

@@ -6,7 +6,7 @@ from lowmem.data.token_store import Split
 
 
 def split(*documents, learned=None):
-    """Returns a split.
+    """Returns a split of these documents, as if a token had 3 bytes of text.
 
     Args:
         documents: token ids of each document.

@@ -16,7 +16,8 @@ def live(root: str, overrides: list[str], folder: str, moment: tuple[str, int] |
     """Trains until the moment of the kill.
 
     Args:
-        moment: (place, number of times that the place is passed before); None: the run is not killed.
+        moment: (place in `_arrange`, number of times that the place is passed before); None: the run is not killed. The
+            last evaluation and the export are never passed.
         renames: False is wrong on purpose: checkpoints are written in place, without a final rename.
     """
     from hydra import compose, initialize_config_dir

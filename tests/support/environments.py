@@ -11,11 +11,13 @@ import pytest
 
 
 def python_with(place: Path, *packages: str, variable: str, dependencies: bool = False) -> str:
-    """Returns the Python of an environment with these packages. Making it below `place` needs a network.
+    """Returns the Python of an environment with these packages. Skips the test if they cannot be installed, for example
+    without a network.
 
     Args:
-        variable: environment variable that may name a Python with these packages.
-        dependencies: whether to install their dependencies that this environment lacks.
+        place: folder in which the environment is made.
+        variable: environment variable that may name a Python with these packages; nothing is made then.
+        dependencies: True to also install their dependencies that this environment lacks.
     """
     if given := os.environ.get(variable):
         return given

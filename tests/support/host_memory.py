@@ -22,19 +22,19 @@ def resident(kind):
 
 
 def mapped_from(size):
-    """Sets the size in bytes from which glibc maps allocations instead of taking them from the heap."""
+    """Sets the size in bytes from which malloc maps new memory instead of using the heap. A no-op without glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, size)  # M_MMAP_THRESHOLD
 
 
 class Highest:
-    """Measures the increase of `RssAnon` up to its peak inside the context. The heap is trimmed first, and large
-    tensors are mapped, so that memory freed by earlier tests does not change the result."""
+    """Context manager that measures `rise`, the increase of `RssAnon` up to its peak, in bytes. The heap is trimmed
+    first, and large tensors are mapped, so that memory freed by earlier tests does not change the result."""
 
     def __enter__(self):
         gc.collect()
-        trim()  # free heap memory is used before new memory is mapped, and must not be resident already
+        trim()  # malloc reuses free heap memory, which would already be resident
         mapped_from(1 << 18)
         self.rise, self.over, start = 0, threading.Event(), resident("RssAnon")
 

@@ -1,9 +1,10 @@
-"""Checks three rules of the architecture that ruff does not know; `make lint` runs it.
+"""Checks three rules of the architecture that ruff cannot check. `make lint` runs this script.
 
-No code compares a value with the name of a technique, or searches the name of its class: a technique declares its
-properties. No code tests whether an object has a member of lowmem's classes (`hasattr(x, "chat")`): the base class has
-the member, with a default. A line that tests an object of another library ends with `# theirs`. Two top-level classes
-never share a name, so that a search for a name finds one class.
+- No code compares a value with the name of a technique, or searches the name of a technique's class: the technique
+  declares its properties.
+- No code tests whether an object has a member of lowmem's classes (`hasattr(x, "chat")`): the base class has the
+  member, with a default. A line that tests an object of another library ends with `# theirs`.
+- Top-level classes of two files never share a name, so that a search for a name finds one class.
 """
 
 import ast
@@ -14,7 +15,7 @@ from pathlib import Path
 ASKS = {("hasattr", 2), ("getattr", 3)}  # a getattr without a default raises
 ENDS = {"startswith", "endswith"}
 CLASS = {"target", "_target_"}  # the attribute of a choice that names its class
-EVERYWHERE = {"auto"}  # the name of a technique, and a value of many keys
+EVERYWHERE = {"auto"}  # the name of a technique that is also a value of many keys
 
 
 def techniques(source: Path, conf: Path) -> set[str]:
@@ -24,7 +25,7 @@ def techniques(source: Path, conf: Path) -> set[str]:
 
 
 def wrong(source: Path, names: set[str]) -> Iterator[str]:
-    """Yield a line for each place under `source` that breaks a rule."""
+    """Yields a line for each place under `source` that breaks a rule. Args: names: names of techniques."""
     files = {file: file.read_text(encoding="utf-8") for file in sorted(source.rglob("*.py"))}
     trees = {file: ast.parse(text) for file, text in files.items()}
     own = {name for tree in trees.values() for name in members(tree)}
@@ -43,7 +44,11 @@ def wrong(source: Path, names: set[str]) -> Iterator[str]:
 
 
 def same_names(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
-    """Yield a line for each top-level class with the name of an earlier one. Args: trees: file -> its syntax tree."""
+    """Yields a line for each top-level class that has the name of a class in an earlier file.
+
+    Args:
+        trees: file -> its syntax tree.
+    """
     first: dict[str, Path] = {}
     for file, tree in trees.items():
         for ours in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -52,12 +57,12 @@ def same_names(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
 
 
 def compared(node: ast.AST) -> set[str]:
-    """Returns the strings that a comparison, a `case`, a startswith or an endswith looks for."""
+    """Returns the string constants of a comparison, a `case`, a startswith or an endswith."""
     return {part.value for part in sides(node) if isinstance(part, ast.Constant) and text(part)}
 
 
 def sides(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes of the compared expressions."""
+    """Yields all nodes of the expressions that a comparison, a `case`, a startswith or an endswith compares."""
     if isinstance(node, ast.Compare):
         both = [node.left, *node.comparators]
     elif isinstance(node, ast.MatchValue):
@@ -75,7 +80,7 @@ def text(node: ast.Constant) -> bool:
 
 
 def asked(node: ast.AST) -> set[str]:
-    """Returns the name that a hasattr, or a getattr with a default, asks for."""
+    """Returns {the member that a hasattr, or a getattr with a default, asks for}, or an empty set."""
     if not isinstance(node, ast.Call) or (ast.unparse(node.func), len(node.args)) not in ASKS:
         return set()
     return {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()

@@ -26,8 +26,8 @@ class Job(NamedTuple):
 
 
 def several(size: int, *jobs: Job) -> list[list[str]]:
-    """Returns for each rank and job an empty text, or the traceback of its error. A rank that has died has no further
-    answers."""
+    """Runs the jobs on `size` ranks. Returns the answers of each rank: for each job "", or the traceback of its error.
+    A rank that has died, or does not answer in time, has no further answers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "lives"])
     ports, calls, processes = [free_port() for _ in jobs], [], []
@@ -93,7 +93,7 @@ def _loss(model, micro_batch):
 
 
 def _saves_at_once(stack):
-    """Saves a checkpoint before the first step of a run, with the state that the run has read."""
+    """Saves a checkpoint before the first step of a run, with the state that the run has loaded."""
     from lowmem.saving.checkpoint import Checkpoints
 
     start = Checkpoints.on_train_start
@@ -147,7 +147,7 @@ def _cannot_write_shards(stack):
 
 
 AT = {
-    "as typed": lambda _: None,  # with the typed precision, not in fp64
+    "as typed": lambda _: None,  # with the typed precision and loss, not in fp64
     "saves at once": _saves_at_once,
     "forgets state": _forgets_state,
     "disk full at step 3": _second_rank_at(3, _full_disk),

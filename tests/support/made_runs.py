@@ -11,8 +11,13 @@ from lowmem.system.units import CATEGORIES, MIB
 
 
 def finished(folder: Path, overrides: list[str], peak: int = 800 * MIB, speed: float = 1000.0, **more) -> Path:
-    """Makes the folder of a finished run of 40 steps. Args: peak: bytes; speed: tokens per second; more: of the
-    summary."""
+    """Makes the folder of a finished run of 40 steps, and returns it.
+
+    Args:
+        peak: bytes of device memory.
+        speed: tokens per second.
+        more: further keys of the summary.
+    """
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "hydra.yaml").write_text("hydra:\n  job:\n    name: train\n")
     (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {line}\n" for line in overrides))
@@ -38,7 +43,8 @@ def finished(folder: Path, overrides: list[str], peak: int = 800 * MIB, speed: f
     return folder
 
 
-# Content of files of a run that was interrupted, killed in the middle of a write, or made by another version.
+# (file, its content or the keys to replace in its JSON), as in runs that were interrupted, killed in the middle of a
+# write, or made by another version.
 DAMAGES = (
     *(("summary.json", {"validation": []} | more) for more in ({}, {"interrupted": True, "val_loss": None})),
     *(("summary.json", {key: value}) for key in ("val_loss", "tokens_per_second") for value in (None, "x", math.nan)),
@@ -77,8 +83,8 @@ def written_here(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> Path:
-    """Makes three finished runs (the second is worse than the first in all respects), a failed run, a running run and
-    two broken runs. Returns their parent folder."""
+    """Makes three finished runs (the second needs more memory than the first and is slower), a failed run, a running
+    run and two broken runs. Returns their parent folder."""
     finished(folder / "0", [f"{LONG}0", "lr=0.001"], 600 * MIB, 1000.0)
     finished(folder / "1", [f"{LONG}1", "lr=0.002"], 900 * MIB, 900.0)
     finished(folder / "2", [f"{LONG}2", "lr=0.003"], 800 * MIB, 2000.0, device="NVIDIA H200")

@@ -1,4 +1,5 @@
-"""Stand-ins for parts of a card: lanes whose copies run late, and an allocator with made-up numbers."""
+"""Stand-ins for parts of a card: copy lanes with late copies or a simulated clock, an allocator with made-up numbers,
+and a message of NCCL."""
 
 import random
 import time
@@ -15,7 +16,7 @@ WATCHDOG = (
 
 
 class SlowLane:
-    """A lane whose copies run later, on a separate thread. Computation is synchronous."""
+    """A copy lane whose copies run later, on a separate thread. Computation is synchronous."""
 
     registers = True
 
@@ -51,7 +52,8 @@ class SlowLane:
 
 
 class LateLane(SlowLane):
-    """A lane whose copies take random times, on threads that can overtake each other unless they wait for an event."""
+    """A copy lane whose copies take random times, on four threads: copies overtake each other unless they wait for an
+    event."""
 
     def __init__(self, seed):
         super().__init__()
@@ -71,8 +73,8 @@ class LateLane(SlowLane):
 
 
 class ClockLane:
-    """A lane with a simulated clock. The copy of a block takes `copying` seconds, copies run one after another, and
-    `computes` advances the clock. The host never runs ahead of the device, which is the worst case."""
+    """A copy lane with a simulated clock. The copy of a block takes `copying` units of time, copies run one after
+    another, and `computes` advances the clock. The host never runs ahead of the device, which is the worst case."""
 
     registers = False
 
@@ -118,7 +120,8 @@ class Reached:
 
 
 class Allocator:
-    """A stand-in for the CUDA allocator whose peak grows by 100 bytes with every query."""
+    """A stand-in for the CUDA allocator. Every query increases the allocated peak by 100 bytes, and the reserved peak
+    by 200."""
 
     peak, resets = 10**9, 0
 

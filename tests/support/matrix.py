@@ -1,8 +1,8 @@
-"""Lists features that several devices must train like one device: a case for each, and its tolerance against one
+"""Lists features that several devices must train like one device: a case for each, and its tolerance compared with one
 process.
 
 In fp64 no rounding hides an error. In fp32 with plain SGD only the order of sums differs. If matmuls or weights have 16
-bits, sums over half of the rows are rounded separately.
+bits, each rank also rounds its sums over a part of the rows.
 """
 
 import json
@@ -28,16 +28,16 @@ FP64 = {"gradients": 1e-9, "weights": 1e-9}
 FP32 = {"gradients": 1e-4, "weights": SGD_FP32}
 IN_BF16 = {"gradients": BF16, "weights": BF16}
 IN_FP16 = {"gradients": FP16, "weights": FP16}
-# 8-bit state of AdamW: a code that is off by one changes an element by a part of its step
+# For 8-bit optimizer state: a code that is off by one changes an element by a part of its step
 IN_8_BITS = {"gradients": UPDATE["optim=adam8bit"][0], "weights": UPDATE["optim=adam8bit"][0]}
 
-WINDOWS = ("accumulation=fixed", "accumulation.batches=2")  # of 8 rows, and of one row: a rank has none
+WINDOWS = ("accumulation=fixed", "accumulation.batches=2")  # of 8 rows; every second window has one, so a rank has none
 CLIP = "clip=0.5"
 SCALED = "precision.init_scale=4096"
 
 
 def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
-    """Returns name -> (case, tolerances). Args: folder: the folder that `written` has filled."""
+    """Returns {name: (case, tolerances)}. Args: folder: the folder that `written` has filled."""
     text, tokenizer = places(folder)
     exact, plain = Case((*WINDOWS, *EXACT, CLIP)), Case((*WINDOWS, *PLAIN, CLIP))
 
@@ -103,7 +103,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
     }
 
 
-OF_PARTS = "an overflow in one rank's part"  # for strategies that divide the gradients
+OF_PARTS = "an overflow in one rank's part"  # not for strategy=ddp, where every rank has the same gradients
 KINDS = ("every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
 IN_BLOCKS = ("adam8bit", "adamw8bit", "lion8bit")
 STREAM = ("data.streaming=true", "data.block=8", "data.val_rows=2")
@@ -114,7 +114,7 @@ def typed(case: Case, strategy: str, timeout: int = 40) -> Case:
 
 
 def why_not(case: Case) -> str | None:
-    """Returns the message with which the config is refused, or None."""
+    """Returns the message with which the config of a case is refused, or None."""
     return next(iter(refused(composed(case))), None)
 
 

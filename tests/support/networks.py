@@ -1,4 +1,4 @@
-"""Small models that several tests train, and a loss in fp64."""
+"""Small models that several tests train, a loss in fp64, and a stand-in for a tokenizer."""
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ def network(model_type="gpt2", **changes):
 
 
 def shaped(model_type, layers=5, dropout=0.0):
-    """Returns a model of an architecture. Args: dropout: probability of every kind of dropout that it has."""
+    """Returns a small model of an architecture. Args: dropout: probability of all its kinds of dropout."""
     changes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": WIDTH}, "gpt2": {"n_layer": layers}}.get(model_type, {})
     if model_type != "gpt2":
         changes["num_hidden_layers"] = layers

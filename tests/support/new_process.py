@@ -13,7 +13,8 @@ import pytest
 
 
 def in_a_new_process(test):
-    """Decorates a test. Its arguments must be picklable, except `monkeypatch`, which the new process creates."""
+    """Decorator that runs a test in a new process. The test's arguments must be picklable, except `monkeypatch`, which
+    the new process creates."""
     parameters = inspect.signature(test).parameters
 
     @functools.wraps(test)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def pins() -> list[str]:
-    """Returns `torch==2.11` for `torch>=2.11,<2.16`, for all dependencies and extras except `trl` and `verify`."""
+    """Returns pins such as `torch==2.11` for `torch>=2.11,<2.16`, of all dependencies and all extras except `trl` and
+    `verify`."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = chain(project["dependencies"], *(extras[extra] for extra in extras if extra not in ("trl", "verify")))

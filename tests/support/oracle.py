@@ -1,5 +1,5 @@
-"""The oracle: plain fp32 PyTorch with one large batch per optimizer step, and update rules written out from their
-papers.
+"""A reference implementation of training, the oracle: plain fp32 PyTorch with one large batch per optimizer step, and
+update rules written out from their papers.
 
 The oracle imports nothing from lowmem; it gets the model as an argument.
 """
@@ -46,7 +46,8 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
 @torch.no_grad()
 def losses(model, read, windows, sequences, weights, mean_loss=None):
-    """Returns the loss of each window, at the weights by name that are given for this window."""
+    """Returns the loss of each window. Args: weights: the weights by name before each window; other arguments as in
+    `train`."""
     mean_loss = mean_loss or mean_of_tokens
     model, found = copy.deepcopy(model).train(), []
     for indices, given in zip(order(windows, sequences), weights, strict=False):
@@ -57,8 +58,12 @@ def losses(model, read, windows, sequences, weights, mean_loss=None):
 
 
 def order(windows, sequences):
-    """Yields the indices of the sequences of each window. Args: windows: sizes; sequences: number of sequences per
-    epoch."""
+    """Yields the indices of the sequences of each window. No window reaches into the next epoch.
+
+    Args:
+        windows: largest number of sequences of each window.
+        sequences: number of sequences per epoch.
+    """
     left, epoch = [], 0
     for size in windows:
         if not left:
@@ -100,8 +105,8 @@ class LowRank(nn.Module):
 
 
 def adapt(model, start, alpha, r):
-    """Adds a trained adapter to every linear layer except the head, and freezes all other weights. Args: start: initial
-    adapter weights, by name."""
+    """Replaces every linear layer except the head by a `LowRank` layer, and freezes all other weights. Args: start:
+    initial adapter weights, by name."""
     for p in model.parameters():
         p.requires_grad_(False)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"}
@@ -158,5 +163,5 @@ def orthogonal(x):
     return x
 
 
-# The update rule of each optimizer in conf/; all others are AdamW.
+# The update rules of optimizers in conf/optim that are not variants of AdamW.
 RULES = {"lion8bit": lion, "adafactor": adafactor, "sgd": sgd, "muon": muon}

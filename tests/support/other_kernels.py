@@ -1,4 +1,5 @@
-"""Runs the tests marked `kernels` once per setting of the math libraries: `make test-kernels`.
+"""Runs the tests marked `kernels`, except those also marked `matrix`, once per setting of the math libraries: `make
+test-kernels`.
 
 Processors have different kernels, which sum and round in different orders, so a bound that was measured with one kernel
 may fail with another. Four variables select kernels of other processors, and one variable is changed at a time:

@@ -1,4 +1,5 @@
-"""Parses README.md and docs/, and finds errors: each checker returns the wrong words."""
+"""Parses README.md and docs/. Each checker returns the errors of a page: wrong commands, keys, names, files or
+figures."""
 
 import re
 import shlex
@@ -56,7 +57,8 @@ def commands(text: str) -> list[str]:
 
 
 def choices(command: str) -> list[list[str]]:
-    """Returns the lists of overrides of a command: a single list, or a list for each choice of a sweep."""
+    """Returns the lists of overrides of a command: a single list, or a list for each choice of each swept key; [] if
+    Hydra only prints shell completion (-sc)."""
     if " -sc " in command:  # a flag of Hydra
         return []
     words = shlex.split(command)[2:]
@@ -71,7 +73,7 @@ def choices(command: str) -> list[list[str]]:
 
 
 def refused(text: str) -> list[str]:
-    """Returns the commands that Hydra or lowmem refuses before a model is built."""
+    """Returns the commands of train.py and plan.py that Hydra or lowmem refuses before a model is built."""
     wrong = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for command in commands(text):
@@ -114,7 +116,7 @@ def known_keys() -> set[str]:
 
 
 KEYS = known_keys()
-# Files in which names of the pages may occur.
+# Files whose names and words the pages may mention.
 KINDS = ("Makefile", "*.py", "*.toml", "src/**/*.py", "conf/**/*.yaml", "benchmarks/**/*.py")
 SOURCES = "\n".join(f"{file.stem}\n{file.read_text()}" for kind in KINDS for file in ROOT.glob(kind))
 

@@ -1,5 +1,4 @@
-"""Processes over gloo that live as long as their tests and train one case after another, for comparison with one
-process.
+"""Processes over gloo that stay alive between tests and train one case after another, for comparison with one process.
 
 A case is plain data. Each rank trains the case with the real module and the real trainer, and returns gradients, losses
 and weights. `alone` trains the rows of all ranks in this process.
@@ -36,9 +35,9 @@ from lowmem.techniques.strategy.process_group import process_group
 from lowmem.training import build
 from networks import fp64_loss
 
-LIMIT = 60  # seconds for a case
-IMPORTS = 300  # seconds for the start of a process, on a busy machine
-AFTER = 5  # seconds for the answers of the other ranks after one rank has failed
+LIMIT = 60  # time limit of a case, in seconds
+IMPORTS = 300  # time limit for the start of a process on a busy machine, in seconds
+AFTER = 5  # time limit for the answers of the other ranks after one rank has failed, in seconds
 
 # Two blocks, and heads that two ranks can share.
 BASE = (
@@ -51,7 +50,7 @@ BASE = (
     "plan=off",
 )
 EXACT = (in_float64.LINE, "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3")
-DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # each rank draws different masks
+DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # off: each rank draws different masks
 PLAIN = ("optim=sgd", "optim.weight_decay=0.1", "lr=1e-1")
 
 
@@ -61,15 +60,15 @@ class Case:
 
     Args:
         lines: overrides in addition to BASE, including the strategy.
-        together: rows of a micro-batch, of all ranks together.
-        network: name in `streams.MODELS` of the model; None: the model of BASE.
-        from_data: whether rows come from cfg.data, otherwise from `parity.rows_for`.
+        together: rows of a micro-batch, summed over all ranks.
+        network: the model's name in `streams.MODELS`; None: the model of BASE.
+        from_data: True if rows come from `cfg.data`; False: from `parity.rows_for`.
         overflow: (window, rank, where) of a gradient that is not finite; where: "loss", or one "element" of the rank's
-            part.
+            shard.
         wrong: name of a wrong variant in WRONG.
-        apart: whether one process trains each rank's rows as a separate micro-batch, for losses that are not sums over
+        apart: True if `alone` trains each rank's rows as a separate micro-batch, for losses that are not sums over
             rows.
-        counted: whether collectives are counted.
+        counted: True to count collectives.
     """
 
     lines: tuple[str, ...] = ()
@@ -98,7 +97,7 @@ class Fitted:
 
 
 class Failed(Exception):
-    """The traceback of a rank, or a message that it did not answer."""
+    """Raised with the traceback of a rank, or with a message that a rank did not answer."""
 
 
 class Ranks:
@@ -186,7 +185,8 @@ def live(calls, rank: int, size: int) -> None:
 
 
 def _lines(case: Case, *more: str) -> tuple[str, ...]:
-    """Returns the lines of a case: the last typed one wins, and a group comes before its keys."""
+    """Returns the overrides of a case, one per key: the last line of a key applies, at the place of the key's first
+    line."""
     typed = (*(BASE if case.network is None else parity.BASE), *case.lines, *more)
     last = {line.split("=")[0]: line for line in typed}
     return tuple(last.values())
@@ -266,7 +266,8 @@ def built(case: Case, cfg, ranks):
 
 
 class Seen(Callback):
-    """Records the unscaled gradients of each step by name, losses, the final weights, and bytes in memory."""
+    """Records the unscaled gradients and the loss of each step, the final weights, bytes in memory, and, if the case
+    asks for it, the collectives of each window."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.counts = case, Counts() if case.counted else None
@@ -321,7 +322,7 @@ def _whole(module, of):
 
 
 def _bytes(module, optimizer):
-    """Returns the bytes of weights, gradients and state in this process before a step, without scalars."""
+    """Returns the bytes of weights, gradients and optimizer state in this process, without tensors of one element."""
     local = [module.ranks.local(p) for p in module.model.parameters()]
     local = [p for p in local if not p.is_meta]
     state = (
@@ -452,8 +453,12 @@ WRONG = {
 
 
 def apart(ranks: list[dict], one: dict) -> dict[str, float]:
-    """Returns the largest differences between the ranks and one process, relative to the largest element: of gathered
-    gradients and weights, and of the losses of all ranks."""
+    """Returns the largest differences between the ranks and one process: of gathered gradients and weights, relative to
+    the largest element, and of the losses of all ranks, relative to each loss.
+
+    Raises:
+        AssertionError: ranks have different weights, or other steps or tokens than the single process.
+    """
     ours = ranks[0]
     for name, weight in ours["weights"].items():  # ranks with full weights must agree
         for other in (rank["weights"][name] for rank in ranks):

@@ -1,7 +1,7 @@
 """Preference losses written out from their papers, with full logits in fp64, and answers of different lengths to train
 on.
 
-From lowmem only the classes of micro-batches are imported.
+From lowmem only the classes of rows and micro-batches are imported.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ IGNORED = -100
 
 
 def log_probabilities(model, batch):
-    """Returns the sums of log-probabilities over each answer's tokens in fp64, and the numbers of tokens. Both have
-    shape (pairs, 2), or (answers, 1) for rated answers."""
+    """Returns (sum of the log-probabilities of each answer's tokens, number of these tokens), both in fp64 with shape
+    (pairs, 2), or (answers, 1) for rated answers."""
     logits = model(**batch.inputs, use_cache=False).logits.double()
     logp = logits.log_softmax(-1)
     sums, counts = [], []
@@ -67,7 +67,7 @@ def kto(ratio, mismatched, desirable, beta=0.1, desirable_weight=1.0, undesirabl
 
     Args:
         ratio: log of the policy's probability of each answer divided by the reference's probability.
-        mismatched: these log ratios for answers after other prompts.
+        mismatched: the log ratios of the mismatched answers.
     """
     z = max(0.0, mismatched.mean().item())
     value = [1 / (1 + torch.exp(-beta * (r - z if good else z - r))) for r, good in zip(ratio, desirable, strict=True)]
@@ -93,7 +93,7 @@ class RaggedPairs(Rows):
     log-probabilities.
 
     Args:
-        packed: both answers of a pair are in one row, one after the other.
+        packed: True if both answers of a pair are in one row, one after the other.
     """
 
     def __init__(self, pairs, length, vocabulary, packed=False):
@@ -123,7 +123,7 @@ class RaggedPairs(Rows):
 
 class RaggedAnswers(Rows):
     """Rated answers of different lengths after prompts of different lengths, with random reference log-probabilities.
-    The mismatched answer of a prompt is the answer two places further."""
+    The mismatched answer of a prompt is the answer of the next but one prompt."""
 
     def __init__(self, answers, length, vocabulary):
         self.count, self.seq_len = answers, length

@@ -1,7 +1,7 @@
-"""Chooses rows of a matrix so that any two values of different axes occur together.
+"""Chooses rows of a matrix so that any two values of different axes occur together in a row.
 
-Faults of combinations nearly always involve two values (Kuhn, Wallace and Gallo 2004, "Software fault interactions
-and implications for software testing"), and a matrix of all rows is ten times as large.
+Faults of combinations nearly always involve only two values (Kuhn, Wallace and Gallo 2004, "Software fault interactions
+and implications for software testing"). All rows of the matrix would be ten times as many.
 """
 
 from collections import Counter
@@ -13,7 +13,8 @@ def pairwise(*axes, possible=lambda row: True):
     among several such rows the row whose values were used least.
 
     Args:
-        possible: whether a row may be chosen. Removing rows afterwards would also remove their other pairs.
+        axes: the values of each axis.
+        possible: returns True if a row may be chosen. Removing rows afterwards would also remove their other pairs.
     """
     rows = {row: set(combinations(enumerate(row), 2)) for row in filter(possible, product(*axes))}
     left, used, chosen = set().union(*rows.values()), Counter(), []

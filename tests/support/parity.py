@@ -55,9 +55,8 @@ BASE = (
 )
 CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
 BUDGET = ("compile=blocks", "compile.activation_memory_budget=0.5", "compile.backend=aot_eager_decomp_partition")
-COMPILED = ("optim=adamw4bit",)  # compiles for seconds per shape
-# Techniques that share their code with another technique. `make test` tests the other, `make test-all` also tests
-# these.
+COMPILED = ("optim=adamw4bit",)  # its update is compiled, which takes seconds per shape
+# Techniques that share their code with a technique that `make test` tests. Only `make test-all` tests them.
 SIBLINGS = (
     *(f"precision={name}" for name in ("tf32", "bf16", "16", "bf16-true", "16-true", "bf16-master")),
     *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
@@ -112,7 +111,7 @@ def shipped_but(*names: str) -> tuple[str, ...]:
 
 
 class Ragged(Rows):
-    """Sequences of different lengths. The first two tokens and the tokens after the end have no labels."""
+    """Sequences of different lengths. The first two positions and the positions after the end have no labels."""
 
     seq_len = LENGTH
 
@@ -148,7 +147,7 @@ def overrides(*techniques):
         *BASE,
         *(line for t in techniques for line in WITH.get(t, [])),
         *techniques,
-    ]  # typed techniques override the others
+    ]  # the techniques come last, so they take precedence
     if {"optim=sgd", "optim.in_backward=true"} <= {*techniques}:  # steps of this size diverge without clipping
         lines += ["lr=0.1", "optim.weight_decay=0.2"]
     return lines
@@ -202,10 +201,10 @@ class Losses(Callback):
 
 
 def run(cfg, wide=False, callbacks=()):
-    """Trains a run. Returns its weights by name (before, after) training.
+    """Trains a run. Returns (weights by name before training in fp32, weights by name after training).
 
     Args:
-        wide: whether the trained weights keep their dtype instead of being converted to fp32.
+        wide: True to keep the dtype of the trained weights; False: they are converted to fp32.
         callbacks: further callbacks.
     """
     torch.manual_seed(0)
@@ -221,11 +220,12 @@ def run(cfg, wide=False, callbacks=()):
 
 
 def expected(cfg, optim, accumulation, held_in=None):
-    """Returns the oracle's weights by name (before, after) training, in fp32 on the CPU, from the run's initial
-    weights.
+    """Trains the oracle in fp32 on the CPU, from the run's initial weights. Returns (weights by name before training,
+    after training).
 
-    Args: held_in: name of the dtype to which weights are rounded after every step; None: the dtype of the run's
-    weights.
+    Args:
+        held_in: name of the dtype to which weights are rounded after every step; None: the dtype of the run's weights,
+            and fp32 with an adapter.
     """
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
@@ -249,8 +249,8 @@ def expected_losses(accumulation, weights, adapter=None, dtype="float32", pairs=
     """Returns the oracle's loss of every window, in fp32 on the CPU.
 
     Args:
-        weights: weights by name for each window.
-        dtype: dtype in which weights that are not given were loaded.
+        weights: the weights by name before each window.
+        dtype: dtype in which the run has loaded its weights, before they are converted to fp32.
     """
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
     read, loss = partial(_read, pairs), _mean_loss(pairs)
@@ -268,7 +268,8 @@ def _adapter(cfg):
 
 
 def _network(dtype, adapter=None):
-    """Returns the oracle's model in fp32. An adapter of the oracle starts with the technique's initial numbers."""
+    """Returns the oracle's model in fp32, with the initial weights of the run and, with an adapter, of its
+    matrices."""
     described = model.describe(run_of(MODEL))
 
     def built():
@@ -299,9 +300,9 @@ def _read(pairs, indices):
 
 
 def deviations(cfg, *techniques):
-    """Returns relative deviations from the oracle: (update of matrices, update of vectors, largest deviation of a
-    window's loss). The oracle computes the losses at the run's weights, because errors of the weights are part of the
-    updates."""
+    """Trains a run and the oracle. Returns relative deviations: (update of matrices, update of vectors, largest
+    deviation of a window's loss). The oracle computes the losses at the run's weights, because the deviations of the
+    updates already include errors of the weights."""
     chosen = dict(technique.split("=") for technique in techniques)
     accumulation = chosen.get("accumulation", "none")
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
@@ -313,7 +314,7 @@ def deviations(cfg, *techniques):
 
 
 def missing(technique, found):
-    """Returns a message that says what to add if a technique exceeds its tolerance."""
+    """Returns the message for a technique that exceeds its tolerance: what to add to the tests if it is right."""
     rule = (
         "its update rule in RULES of tests/support/oracle.py, where it is not AdamW's; "
         if "optim=" in technique
@@ -326,8 +327,8 @@ def missing(technique, found):
 
 
 def off_on_one_matrix(cfg, wrong=False):
-    """Returns the relative deviation of an optimizer's update from AdamW's after 20 steps. Args: wrong: whether every
-    second gradient is dropped."""
+    """Returns the relative deviation of an optimizer's total update from AdamW's after 20 steps. Args: wrong: True to
+    replace every second gradient by zeros."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 128, bias=False).to(cfg.device)
     theirs, state = model.weight.detach().cpu().clone(), {}
@@ -342,7 +343,8 @@ def off_on_one_matrix(cfg, wrong=False):
 
 
 def errors(start, ours, theirs):
-    """Returns relative errors of the total update: (of all matrices together, of all vectors together)."""
+    """Returns relative errors of the total update: (of all matrices together, of all vectors together). If the oracle
+    does not change tensors of a kind, their error is 0 or 1."""
 
     def relative(names):
         wrong = torch.cat([(ours[n] - theirs[n]).flatten() for n in names]).norm()

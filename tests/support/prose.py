@@ -1,12 +1,12 @@
 """Checks the rules of docs/style.md that a machine can check. `make lint` runs both commands.
 
 `python tests/support/prose.py src/lowmem benchmarks tests` checks code for its readers: names of functions and classes
-without meaning, names of tests that begin with a pronoun, and phrases of docstrings and comments.
+without meaning, names of tests that begin with a pronoun or lack a noun, and phrases of docstrings and comments.
 
 `python tests/support/prose.py --texts src/lowmem conf docs README.md` checks texts for users: strings of src,
 comments of conf/, the comparison page, and pages outside of code.
 
-A line of code with `# plain` at its end is exempt, for a phrase that is right.
+Phrases in a line that contains `# plain` are exempt.
 """
 
 import ast
@@ -30,7 +30,7 @@ PLAIN = "# plain"
 
 # --- code, for its readers -------------------------------------------------------------------------------------------
 
-# words that could name anything
+# names that could mean anything
 SAY_NOTHING = frozenset(
     """part whole held kept one of it what said told asked given made found there beside together trained
     shapes first""".split()  # noqa: SIM905
@@ -49,8 +49,8 @@ REMARKS = {  # phrase of a docstring or a comment -> advice; a space also stands
 
 
 def wrong(file: Path) -> Iterator[str]:
-    """Yield a line for each name, docstring or comment of a file that a rule refuses. Tests may have any name of
-    SAY_NOTHING."""
+    """Yields a line for each name, and each phrase of a docstring or comment, that a rule refuses. Code of tests/ may
+    use the names of SAY_NOTHING."""
     source = file.read_text(encoding="utf-8")
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -77,7 +77,7 @@ def docstrings(tree: ast.AST) -> Iterator[Text]:
 
 
 def remarks(source: str) -> Iterator[Text]:
-    """Yield the comments of a file. Comments in adjacent lines are one text."""
+    """Yields the comments of a file. Comments in adjacent lines are one text."""
     lines: list[Text] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -116,12 +116,13 @@ COUNTS = re.compile(r"\blen\(|\bsum\(|\btotal\b|\bcount\b|\bnumber\b|\['(" + "|"
 
 
 def dialect(file: Path) -> Iterator[str]:
-    """Yield a line for each phrase of a file's texts that a rule of RULES finds."""
+    """Yields a line for each phrase of a file's texts that a rule of RULES finds."""
     yield from phrases(file, texts(file), RULES)
 
 
 def phrases(file: Path, found: Iterable[Text], rules: Mapping[str, str]) -> Iterator[str]:
-    """Yield file, line, phrase and advice for each phrase that a rule finds in a line that is not exempt."""
+    """Yields file, line, phrase and advice, as one string, for each phrase that a rule finds in a line that is not
+    exempt."""
     exempt = {number for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if PLAIN in line}
     for text in found:
         for rule, advice in rules.items():
@@ -133,7 +134,7 @@ def phrases(file: Path, found: Iterable[Text], rules: Mapping[str, str]) -> Iter
 
 
 def texts(file: Path) -> Iterator[Text]:
-    """Yields the texts for users of a file of src, conf/ or docs/."""
+    """Yields the texts for users in a file of src, conf/ or docs/."""
     source = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         yield from strings(ast.parse(source))
@@ -168,14 +169,14 @@ def in_words(node: ast.AST) -> str:
 
 
 def comments(yaml: str) -> Iterator[str]:
-    """Yield each line's comment, or nothing, so that lines keep their numbers."""
+    """Yields the comment of each line, or "", so that lines keep their numbers."""
     for line in yaml.splitlines():
         found = re.search(r"(?:^|\s)# (.*)", line)
         yield found[1] if found else ""
 
 
 def outside_code(page: str) -> list[str]:
-    """Returns a page's lines, without its code."""
+    """Returns the lines of a page. Code is replaced by empty text, so that lines keep their numbers."""
     page = re.sub(r"^```.*?^```", line_breaks, page, flags=re.MULTILINE | re.DOTALL)
     page = re.sub(r"^ {4,}.*$", "", page, flags=re.MULTILINE)
     return re.sub(r"`[^`]+`", lambda code: "`" + line_breaks(code) + "`", page).splitlines()

@@ -1,4 +1,4 @@
-"""Trains over a lane, correctly or with one wait left out. Each wrong variant would be a race on a card."""
+"""Trains over a copy lane, and has wrong variants, such as a wait left out. Each of them would be a race on a card."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,7 +22,7 @@ def config(*lines, base=()):
 
 
 def run(lane, model, arguments, weights=("weights=streamed",)):
-    """Trains with all copies over a lane. Args: arguments: of `streams.lines`."""
+    """Trains with all copies over a lane. Returns `streams.Trained`. Args: arguments: the result of `streams.lines`."""
     with patch.object(boundary, "_lane", lambda device: lane):
         return trained(config, list(weights), model, arguments, lane=lane)
 
@@ -93,7 +93,7 @@ def gradient_freed_before_its_copy_has_run(patch):
 
 
 def copy_before_the_gradient_is_complete(patch):
-    """All copies wait for the first event of the run instead of the event of their gradient."""
+    """All copies to the host wait for the first event of the run instead of the event of their gradient."""
     copy = CardLane.copy
 
     def early(self, to, source, after):
@@ -127,7 +127,7 @@ def boundary_fetched_before_it_has_left(patch):
 
 
 def slot_taken_from_a_block_that_backward_reads(patch):
-    """If no slot is free, the copy overwrites a slot that computes."""
+    """If no slot is free, the copy overwrites a slot whose block is still computing."""
     fetch = StreamedWeights._fetch
 
     def taking(self, number):

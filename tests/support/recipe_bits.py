@@ -1,4 +1,4 @@
-"""Trains a list of recipes and compares their losses and exported weights bit by bit, before and after a refactoring.
+"""Trains a list of recipes and compares their figures and exported models bit by bit, before and after a refactoring.
 
     python tests/support/recipe_bits.py --to before.json
     python tests/support/recipe_bits.py --against before.json [--only WORDS]
@@ -99,7 +99,8 @@ RECIPES = {
 
 
 def bits(lines: list[str], folder: Path) -> dict[str, object]:
-    """Trains a recipe. Returns its printed losses and a digest of its exported weights, or its error."""
+    """Trains a recipe. Returns the losses, gradient norms and skipped steps of metrics.csv and a digest of the exported
+    model, or the last line of its error."""
     lines = [line.format(folder=folder / "drive") for line in lines]
     (folder / "drive").mkdir()
     model = [] if {*LLAMA} <= {*lines} else GPT2

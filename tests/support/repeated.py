@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 def code(file: Path) -> Iterator[Line]:
-    """Yield the lines of a file that have a name, a string or a number."""
+    """Yields the lines of a file that have a name, a string or a number."""
     source = file.read_text(encoding="utf-8")
     texts, tokens, depth = source.splitlines(), defaultdict(list), 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -66,7 +66,7 @@ def text(place: Sequence[Line]) -> Hashable:
 
 
 def shape(place: Sequence[Line]) -> Hashable:
-    """Returns the tokens of lines with names replaced by numbers, or None for rows of a table."""
+    """Returns the tokens of lines, with names replaced by numbers in their order; None for rows of a table."""
     numbers: dict[str, int] = {}
     lines = [
         tuple(numbers.setdefault(t, len(numbers)) if t.isidentifier() and not iskeyword(t) else t for t in line.tokens)
@@ -77,7 +77,11 @@ def shape(place: Sequence[Line]) -> Hashable:
 
 
 def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> Iterator[str]:
-    """Yields each pair of equal places, with their maximum length and without overlap."""
+    """Yields each pair of equal places as text. The places are as long as possible and do not overlap.
+
+    Args:
+        like: returns the key that equal places share, or None if a place is ignored.
+    """
     found = defaultdict(list)
     for start in range(len(lines) - LEAST + 1):
         place = lines[start : start + LEAST]

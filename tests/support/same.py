@@ -8,7 +8,8 @@ from lowmem.step.fp32_halves import joined
 
 
 def last(run):
-    """Returns the training state in the newest checkpoint of a run folder. Weights stored in two halves are joined."""
+    """Returns the training state in the newest checkpoint of a run folder, without Lightning's own entries. Weights
+    stored in two halves are joined."""
     saved = torch.load(complete(run / "checkpoints")[-1], weights_only=True)
     state, rests = saved["state_dict"], saved.pop("rests", {})
     whole = {

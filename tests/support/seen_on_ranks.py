@@ -1,4 +1,4 @@
-"""A callback of each rank, as in `+callbacks.seen._target_=seen_on_ranks.Pinned`."""
+"""A callback for each rank of a run: type `+callbacks.seen._target_=seen_on_ranks.Pinned`."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 
 
 class Pinned(Callback):
-    """Writes whether a rank's shards are in pinned memory. Args: folder: folder for a file of each rank."""
+    """Writes whether all shards of a rank are in pinned memory. Args: folder: folder for one file per rank."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)

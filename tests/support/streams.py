@@ -78,7 +78,7 @@ def trained(config, weights, model, arguments, lane=None, changed=(), prepare=la
         weights: overrides of the placement of weights.
         arguments: see `lines`.
         lane: lane for copies of gradients and weights; None: the default.
-        changed: changes to the shape of the model.
+        changed: changed keys of the model's config.
         prepare: called with the module before training.
     """
     precision, optim, clip, accumulation, scheduler, *more = arguments

@@ -31,7 +31,7 @@ LOSSES = {"full": full, "chunked": Chunked(5), "tiled": Tiled(7)}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives. (The hooks of torch's counter would give each layer another tensor.)"""
+    """Counts collectives. The hooks of torch's `CommDebugMode` would pass other tensors to the layers."""
 
     def __init__(self):
         super().__init__()
@@ -75,12 +75,12 @@ def network(kind, dtype=torch.float64, **changes):
 
 
 def live(rank, size, store, cases, results):
-    """Runs a rank until there are no more cases.
+    """Runs a rank until it receives None instead of a case.
 
     Args:
         store: file for the rendezvous of the ranks.
         cases: pipe with the arguments of `compared` for each case, and None at the end.
-        results: pipe for the results of rank 0.
+        results: pipe for the results of rank 0: figures, or the message of a refusal.
     """
     quiet()
     torch.set_num_threads(1)
@@ -99,8 +99,14 @@ def live(rank, size, store, cases, results):
 
 
 def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="AdamW", wrong=None, groups=1, **how):
-    """Returns the differences between a group and one process that reads all rows: gradients after one window, and
-    weights after STEPS windows."""
+    """Compares a group with one process that reads all rows. Returns figures by name, such as the differences of the
+    weights after sharding, of the loss and gradients after one window, and of the weights after STEPS windows.
+
+    Args:
+        wrong: name of a wrong variant in WRONG, or None.
+        groups: number of data-parallel groups.
+        how: arguments of `change`; `changes`: changed keys of the model's config.
+    """
     how_made = {"dtype": dtype, **how.pop("changes", {})}
     one, ours = network(kind, **how_made), network(kind, **how_made)
     for model in (one, ours):
@@ -180,8 +186,8 @@ def named(model):
 
 
 def distance(ranks, model, expected, of):
-    """Returns the largest difference of any element of the gathered tensors. Args: of: a function that takes a local
-    parameter and returns the tensor to compare."""
+    """Returns the largest absolute difference of an element of the gathered tensors. Args: of: a function that takes a
+    local parameter and returns the tensor to compare."""
     wholes = {name: ranks.gathered(p, of(ranks.local(p)).detach()) for name, p in named(model) if name in expected}
     return max((wholes[name] - tensor).abs().max().item() for name, tensor in expected.items())
 

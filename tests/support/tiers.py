@@ -3,10 +3,10 @@
 A test is marked `matrix`, `wrong`, `docs`, `process` or `gpu`; a test without any of these marks is a `unit`. `seam`
 marks a test (for example a `process`) that `make test` runs because it covers an interface. `rows` does this for a
 parametrized test: the rows that it names are `seam`, the others `matrix`; `matrix_rows` names the others. `make test`
-runs units and seams, and `make test-all` all tests. `--shard=2/4` runs the second quarter of the selected tests; the
-four quarters together are all of them.
+runs units and seams, and `make test-all` all tests. `--shard=2/4` runs the second of four parts of the selected tests;
+the four parts together are all of them.
 
-A Python process takes seconds, so only a test with the mark may start one.
+A Python process takes seconds, so only a test with the mark `process` or `docs` may start one.
 """
 
 import sys
@@ -26,7 +26,7 @@ def pytest_addoption(parser):
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Read "2/4" as (2, 4)."""
+    """Returns (2, 4) for "2/4". Raises: pytest.UsageError: the text is not a part of a whole."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(
@@ -72,8 +72,8 @@ def is_named(item, mark) -> bool:
 
 
 def check_rows(items) -> None:
-    """Raises an error for `rows` that leave a test without a seam: they match no row, or exclude each other, or match
-    only `matrix` rows."""
+    """Raises pytest.UsageError if the `rows` of a test leave it without a seam: they match no row, exclude each other,
+    or match only `matrix` rows."""
     found: dict[str, bool] = {}
     for item in filter(has_row, items):
         if item.get_closest_marker("rows"):
@@ -102,7 +102,8 @@ def pytest_runtest_protocol(item):
 
 
 def refuse_command(event, arguments) -> None:
-    """Refuses a Python process or a shell, but not a compiler, git, or a process of torch.compile."""
+    """An audit hook that refuses processes of Python and bash, but not a compiler, git, or a process of
+    torch.compile."""
     if event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith(("python", "bash")):
         frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
         if not any("_inductor" in file for file in frames):

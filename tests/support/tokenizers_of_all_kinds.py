@@ -79,7 +79,7 @@ def _untrained(model):
 
 @cache
 def backend(model: str, pre_tokenizer: str, lower: bool = False) -> str:
-    """Returns a tokenizer without a post-processor, as JSON."""
+    """Trains a tokenizer without a post-processor. Returns it as JSON."""
     split, decoder = PRE_TOKENIZERS[pre_tokenizer]
     of_bytes = model == "bpe with bytes"
     untrained, trainer = _untrained("bpe" if of_bytes else model)

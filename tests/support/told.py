@@ -1,4 +1,4 @@
-"""Runs a command in a separate process that waits in a given phase for a signal."""
+"""Runs a command in a separate process that waits for a signal in a given phase."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def live(root: str, arguments: list[str], phase: str | None, said: str, deaf: bo
 
 
 def _arrange(phase: str, reached: Path) -> None:
-    """Makes the function of the phase create the file `reached`, and then wait."""
+    """Makes the function of the phase first create the file `reached` and wait."""
     from lowmem.data import token_store
     from lowmem.report.sample import Samples
     from lowmem.saving import checkpoint
@@ -77,7 +77,7 @@ def _arrange(phase: str, reached: Path) -> None:
 
 
 def _ask_slowly(samples: type, wait) -> None:
-    """Makes the samples of the last evaluation, after all steps, wait."""
+    """Makes the sampling after the last step wait 0.2 s before each check for a stop."""
     draw = samples.on_validation_epoch_end
 
     def slow(self, trainer, module) -> None:

@@ -90,7 +90,6 @@ PARTITIONED, GENERATED = 1e-5, 1e-4
 LOW_BIT_STATE = {"adamw4bit": 0.25}
 # fp32 sums of a window's micro-batches against one sum of the large batch, measured in weights after plain SGD
 SGD_FP32 = 1e-6
-# Errors of these sizes are rounding. Real mistakes, such as a missing factor of two or a missing tensor, exceed 0.05.
 
 
 PAIRS = {f"loss={name}" for name in LOSSES}

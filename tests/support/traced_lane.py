@@ -3,9 +3,9 @@ timing.
 
 `torch.cuda._sanitizer.EventHandler` has a vector clock for each stream. Here it gets a stream for the device's
 computation, a stream for each direction of copies, and a stream for each host thread. If a thread launches work on a
-stream, the work is ordered after the thread. The opposite order needs an event that somebody waits for, a queue or a
-future. Copies run synchronously, so the result does not depend on time: two accesses without an order are an error,
-whenever they ran.
+stream, the work is ordered after the thread. The opposite order needs an event that the thread waits for; between
+threads, a queue, a future, a flag or a semaphore. Copies run synchronously, so the result does not depend on time: a
+write and another access without an order are an error, whenever they ran.
 
 The checker watches the tensors that go through a lane: staging slots, slots of weights, host blocks, gradients and
 weights. Operators of the training thread, and of the threads of micro-batches, run on the device's stream unless they
@@ -76,7 +76,12 @@ class Races:
     # --- accesses -------------------------------------------------------------------------------------------------
 
     def key(self, tensor, watch=False, on_host=False):
-        """Returns the number of a tensor's storage, or None if it is not watched."""
+        """Returns the number of a tensor's storage, or None if it is not watched.
+
+        Args:
+            watch: True to watch the storage from now on.
+            on_host: True if a storage that is watched from now on is host memory.
+        """
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place not in self.watched and watch:
@@ -91,7 +96,8 @@ class Races:
         return self.watched.get(place)
 
     def freed(self, place, number):
-        """Called when a storage is freed: the device's allocator reuses its memory for the next computation."""
+        """Called when a watched storage is freed: the device's allocator reuses its memory for the next computation.
+        Nothing is reported for host memory, or for memory that `TracedLane.keep` has seen."""
         with self.lock:
             self.watched.pop(place, None)
             if number not in self.on_host and number not in self.kept:
@@ -177,7 +183,7 @@ class Event:
 
 
 class TracedLane(CardLane):
-    """The lane of a card, on a CPU, with streams of the checker."""
+    """A `CardLane` on a CPU, with streams of the checker."""
 
     def __init__(self, races, registers=True):
         self.races, self.can_register = races, registers
@@ -344,7 +350,7 @@ def traced_pool(races):
 
 @contextmanager
 def watched():
-    """Yields the races of trainings in this context."""
+    """Yields the `Races` that collects the errors of trainings in this context."""
     races = Races()
     work, address = StagedLink._work, compiled.address
 

@@ -1,4 +1,4 @@
-"""A naive training loop with two full models, and the training of lowmem: both must agree bit by bit."""
+"""A naive training loop with two full models, and training with lowmem: both must give the same bits."""
 
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -26,7 +26,8 @@ CLIPS = {
 
 
 def configured(config, precision, optim, clip, accumulation, scheduler, *more):
-    """Returns the config of six steps: windows of four micro-batches, and a short window at the end of an epoch."""
+    """Returns the config of a run of six steps. With `fixed` accumulation, windows have four micro-batches, and a short
+    window ends each epoch."""
     named = (f"precision={precision}", f"optim={optim}", f"accumulation={accumulation}")
     lines = parity.overrides(*named, *more)
     lines = [line for line in lines if line.split("=")[0] not in ("scheduler", "scheduler.warmup_steps")]
@@ -36,7 +37,7 @@ def configured(config, precision, optim, clip, accumulation, scheduler, *more):
 
 
 def linked_by(lane):
-    """Makes masters use a staged link over a lane."""
+    """Context manager in which masters use a staged link over a lane."""
     return patch.object(master_weights, "link_to", lambda device: StagedLink(lane, slot_bytes=4096, slots=2))
 
 
@@ -51,8 +52,8 @@ def windows(cfg):
 
 
 def naive(cfg):
-    """Trains with two full models and a full copy of the gradients. Returns (fp32 weights, 16-bit weights, number of
-    skipped windows)."""
+    """Trains with two full models and all gradients in fp32. Returns (fp32 weights, 16-bit weights, number of skipped
+    windows)."""
     dtype = torch.float16 if cfg.precision.target.endswith(".Float16Master") else torch.bfloat16
     with widened(dtype, cfg.device):  # another order of sums would change bits
         return _naive(cfg, dtype)

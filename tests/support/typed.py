@@ -1,4 +1,4 @@
-"""Reads the words of a command without Hydra's main: returns the run, or raises its refusal."""
+"""Turns the words of a command into a run, without Hydra's main."""
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException

@@ -1,6 +1,6 @@
-"""Runs the benchmarks that need neither a card nor a drive, one after the other: python -m benchmarks
+"""Runs benchmarks that need neither a card nor a drive, one after the other: python -m benchmarks
 
-Each benchmark that measures writes results/<name>.json and .md with the versions and the machine. All benchmarks take
+Each benchmark that measures writes results/<name>.json and .md with the versions and the machine. All of them take
 about four hours on two cores; --only runs some of them.
 """
 

@@ -220,7 +220,7 @@ def _value(key: str, value: object, depth: Depth) -> object:
     return min(value, largest) if isinstance(value, int) else value
 
 
-# --- the kinds of its blocks ----------------------------------------------------------------------------------------
+# --- kinds of blocks ------------------------------------------------------------------------------------------------
 
 
 class Kinds(NamedTuple):
@@ -338,7 +338,7 @@ def blocks_are_called(architecture: dict) -> bool:
 
 
 class Windows:
-    """An iterable of two accumulation windows with one micro-batch each, the same one."""
+    """An iterable of two equal accumulation windows with one micro-batch each."""
 
     def __init__(self, ids: Tensor) -> None:
         self.micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:])
@@ -438,8 +438,8 @@ def apart(logits: Tensor, right: Tensor) -> float:
 
 @torch.no_grad()
 def rounding_of(network: torch.nn.Module, batch: MicroBatch) -> float:
-    """Returns how far the logits move if every weight moves to the next fp32 number, up or down at random. Changes the
-    network."""
+    """Returns the change of the logits if every weight moves to the next fp32 number, up or down at random. The network
+    keeps these weights."""
     right = network(**batch.inputs, use_cache=False).logits
     torch.manual_seed(2)
     for p in network.parameters():

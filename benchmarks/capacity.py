@@ -65,9 +65,9 @@ ROWS = RECIPES | {
     if (CARDS[size], lines) not in RECIPES.values()
 }
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
-PER = 10_000_000  # number of parameters that its milliseconds refer to
+PER = 10_000_000  # number of parameters that are updated in the milliseconds of this row
 MOVED = 16  # bytes per parameter of an update: gradient 2, master 4 and state 2 (each read and written), new weight 2
-CORES = 2  # of the machine that was measured
+CORES = 2  # cores of the measured machine
 MANY_CORES = 150e9  # bytes per second of the memory of a host with more cores: half of eight channels of DDR5-4800
 
 

@@ -14,8 +14,8 @@ does not matter. TRL prepares each conversation in two ways:
 version with generation tags;
 - answers: each answer as the completion of the messages before it, with the model's own template.
 
-To find what a template drops, without the training code of either library, a part of a message is replaced by another
-text: the part is dropped if the rendering of every answer is unchanged.
+The benchmark finds the parts of a conversation that a template drops without the training code of either library: it
+replaces each part by another text. The template drops the part if the rendering of every answer is unchanged.
 """
 
 import argparse

@@ -42,7 +42,7 @@ class Picture:
         mono: bool = False,
         anchor: str = "start",
     ) -> None:
-        """Writes one line of text. Args: y: of its baseline; anchor: the end of the text at x: start, middle or end."""
+        """Writes one line of text. Args: y: of the baseline; anchor: which point of the text is at x."""
         style = f'class="{role}{" mono" if mono else ""}" font-size="{size:g}"'
         style += ' font-weight="600"' if bold else ""
         style += f' text-anchor="{anchor}"' if anchor != "start" else ""
@@ -77,7 +77,7 @@ class Picture:
         self._elements.append(f'<polygon points="{" ".join(f"{a:g},{b:g}" for a, b in corners)}" class="{role}"/>')
 
     def svg(self) -> str:
-        """Returns the file's content."""
+        """Returns the picture as SVG."""
         light, dark = (_variables(theme) for theme in zip(*THEMES.values(), strict=True))
         used = [name for name in THEMES if any(f'"{name}' in e or f"--{name})" in e for e in self._elements)]
         fills = "".join(f".{name}{{fill:var(--{name})}}" for name in [*dict.fromkeys(["page", *used])])

@@ -83,8 +83,8 @@ def _of_folder(model: Path) -> list[str]:
 
 
 def train_three_steps(model: str, *more: str) -> dict:
-    """Trains three steps. Returns the losses, the figures of memory and of the drive, and a digest of all weights; from
-    2B parameters on, the digest is that of no bytes."""
+    """Trains three steps. Returns the losses, the figures of memory and of the drive, and a digest of all weights. With
+    2B parameters or more, the digest covers no weights."""
     from hashlib import sha256
 
     from lowmem.training import watchers

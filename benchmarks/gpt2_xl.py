@@ -129,7 +129,7 @@ def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, s
     """Runs the recipe under a memory cap, with optimizer steps of 64 x 1024 tokens, by default on a CUDA device. Under
     the smallest cap, block inputs are offloaded.
 
-    Args: typed: further overrides; seconds: time limit, after which the run is killed and counts until then.
+    Args: typed: further overrides; seconds: time limit, after which the run is killed. Its steps until then count.
     """
     folder = Path(os.environ["ROW_FOLDER"]) / "run"
     lines = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", f"max_steps={steps}"]

@@ -40,8 +40,8 @@ def ours_without_a_compiler(parameters: list) -> Callable[[], None]:
 
 
 def ours_fused_pass(dtype: torch.dtype) -> Callable[[list], Callable[[], None]]:
-    """Returns the maker of master weights' step, which unscales and clips 16-bit gradients, and also writes 16-bit
-    weights."""
+    """Returns a function that makes the step of master weights. The step unscales and clips 16-bit gradients, and also
+    writes 16-bit weights."""
 
     def make(parameters: list) -> Callable[[], None]:
         from lowmem.step.gradients import Reading

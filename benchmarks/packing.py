@@ -85,7 +85,7 @@ def measured(architecture: dict) -> dict[str, str | float]:
     documents = [torch.randint(4, VOCABULARY - 1, (length,), generator=draw) for length in LENGTHS * ROWS]
     with packed_attention.own_mask(model):
         right = computed(model, [padded([document]) for document in documents])
-        alone = computed(model, [padded(documents)])  # padded rows run without a shared mask
+        alone = computed(model, [padded(documents)])  # as in a run: padded rows need no mask of documents
     row = packed(documents)
     try:
         packed_attention.verify(model, row.input_ids)

@@ -169,7 +169,7 @@ TUNE_3B_LAYERS = (
 )
 OWN_LAYERS = "LayerNorm and GELU in elementary operations"
 CHECKPOINTED = "gradient_checkpointing=every_layer"
-TINY_STORIES = 1_150_000_000  # 2.2 GB of text, with a token per nearly 4 bytes, and 2 bytes per token; within 5 %
+TINY_STORIES = 1_150_000_000  # bytes: 2.2 GB of text, nearly 4 bytes per token, 2 bytes per token id; within 5 %
 
 
 def book(step: str, figure: float, differs: str, *more: str, **keys: object) -> Published:

@@ -90,7 +90,7 @@ def medians(results: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, flo
 
 
 def ratio(results: Mapping[str, Sequence[Mapping]], name: str, against: str, key: str) -> float:
-    """Returns the median over the rounds of a figure of `name` / that of `against`, measured in the same round."""
+    """Returns the figure of `name` divided by the figure of `against` in the same round; the median over the rounds."""
     return median(a[key] / b[key] for a, b in zip(results[name], results[against], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, with techniques that all have.
+"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, with techniques of all four.
 
 python -m benchmarks.side_by_side        # about twenty minutes per round on two cores
 

@@ -92,7 +92,7 @@ def _run(chosen: Sequence, known: dict, file: Path, options: argparse.Namespace)
 
 
 def _case_record(one, known: dict, device: str, left: float) -> dict | None:
-    """Runs a case and returns its record, or None if it takes longer than the seconds that are left."""
+    """Runs a case and returns its record. Returns None without running it if its estimate exceeds the seconds left."""
     from benchmarks.card import case
 
     seconds = _seconds(one, known)

@@ -1,8 +1,8 @@
 """Runs one case of `python -m benchmarks.card` in a separate process, with a time limit.
 
-A case is a function of a module of this package that takes a `Here` and yields rows: dictionaries that become one line
-of the table each. Every row is written as soon as it has been measured, so a case that fails or is stopped keeps the
-rows before it.
+A case is a function in a module of this package. It takes a `Here` and yields rows: dictionaries from which `page.py`
+makes the lines of its tables. Every row is written as soon as it has been measured, so a case that fails or is stopped
+keeps its earlier rows.
 
 python -m benchmarks.card.case <module:function> <device> <folder>
 """
@@ -86,13 +86,13 @@ class Here:
                 torch._C._host_emptyCache()
 
     def gib(self) -> float:
-        """Returns the GiB of the card; in a rehearsal, the GiB of an H100."""
+        """Returns the card's memory in GiB; in a rehearsal, the memory of an H100."""
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory / 2**30 if self.on_card else 79.1
 
     def host_gib(self) -> float:
-        """Returns the GiB of available host memory; in a rehearsal, that of a typical host with an H100."""
+        """Returns the available host memory in GiB; in a rehearsal, the memory of a typical host with an H100."""
         from lowmem.system.process import available_bytes
 
         return available_bytes() / 2**30 if self.on_card else 120.0

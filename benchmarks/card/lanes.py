@@ -11,7 +11,7 @@ import torch
 from lowmem.offload.copy_lanes import CardLane
 from made_up import SlowLane
 
-Timed = list[Callable[[], float]]  # each returns seconds, and is called once all copies are done
+Timed = list[Callable[[], float]]  # functions that return seconds; called after all copies have ended
 FIRST = 3  # the first third of the measurements is left out: the device is still warming up
 
 

@@ -145,7 +145,7 @@ def fetch(folder: Path, python: str) -> None:
 
 
 def repack(wheel: Path, cuda: str) -> None:
-    """Drops the libraries of a bitsandbytes wheel, except the one for CPUs and one for CUDA, and their lines of RECORD.
+    """Removes all libraries from a bitsandbytes wheel except one for CPUs and one for CUDA, and their lines of RECORD.
 
     Args: cuda: name of the CUDA library to keep, such as cuda130. Raises: SystemExit: the wheel does not have it.
     """

@@ -1,7 +1,7 @@
 """Trains with lowmem in this process, as `python train.py` does, and returns the figures of the run.
 
 The plan, checkpoints, the export and W&B are off: a plan would take seconds of the card's time, and checkpoints of 8B
-parameters minutes. The memory meter and metrics.csv are on.
+parameters would take minutes. The memory meter and metrics.csv are on.
 """
 
 from collections.abc import Iterator, Sequence

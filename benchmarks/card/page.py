@@ -13,7 +13,7 @@ HEAD += "| reserved GiB | host GiB, predicted / measured | clock MHz, degrees C 
 
 
 def write(file: Path, known: Mapping) -> int:
-    """Writes the page beside the file of results and prints it. Returns 0, the exit code."""
+    """Writes the page next to the file of results, and prints it. Returns 0, the exit code."""
     text = page(known)
     file.with_suffix(".md").write_text(text)
     print(f"\n{text}\nwrote {file.with_suffix('.md')}")

@@ -36,7 +36,7 @@ def write(card: str) -> int:
 
 
 def page(found: Mapping) -> str:
-    """Returns the predictions as a page."""
+    """Returns the predictions as Markdown."""
     lines = [
         f"# Predicted for an {found['card'].upper()} with {found['cores']} host cores",
         "",

@@ -2,7 +2,8 @@
 
 A card computes asynchronously until the host reads a number that the card may not have computed yet: `.item()`,
 `bool(tensor)`, `tensor.tolist()`, or an operator whose output size depends on values (`nonzero`, a boolean index).
-`DeviceReads` is a dispatch mode that sees these calls, and counts calls on a tensor of the *device side*.
+`DeviceReads` is a dispatch mode that sees these operators. `Methods` sees the methods that call no operator on a CPU.
+Calls on a tensor of the *device side* are recorded.
 
 On a CPU all tensors have the device "cpu", so each storage is assigned to a side. A storage is on the host side if
 
@@ -145,7 +146,8 @@ class Lane(AtOnceLane):
 
 @contextmanager
 def as_on_a_card() -> Iterator[DeviceReads]:
-    """Yields the reads of a run in this context. The run copies gradients and weights as on a card."""
+    """Yields the `DeviceReads` that records the reads of a run in this context. The run copies gradients and weights as
+    on a card."""
     reads = DeviceReads()
     modes = []  # for the link's thread
     window, to, work, begins = WindowLoader._window, MicroBatch.to, StagedLink._work, MemoryMeter.on_train_batch_start

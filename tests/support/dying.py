@@ -17,7 +17,7 @@ def live(root: str, overrides: list[str], folder: str, moment: tuple[str, int] |
 
     Args:
         moment: (place in `_arrange`, number of times that the place is passed before); None: the run is not killed. The
-            last evaluation and the export are never passed.
+            number is ignored for the last evaluation and the export.
         renames: False is wrong on purpose: checkpoints are written in place, without a final rename.
     """
     from hydra import compose, initialize_config_dir

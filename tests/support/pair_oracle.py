@@ -123,7 +123,7 @@ class RaggedPairs(Rows):
 
 class RaggedAnswers(Rows):
     """Rated answers of different lengths after prompts of different lengths, with random reference log-probabilities.
-    The mismatched answer of a prompt is the answer of the next but one prompt."""
+    The mismatched answer of a prompt is the answer to the prompt two places later, cyclically."""
 
     def __init__(self, answers, length, vocabulary):
         self.count, self.seq_len = answers, length

@@ -268,8 +268,8 @@ def _adapter(cfg):
 
 
 def _network(dtype, adapter=None):
-    """Returns the oracle's model in fp32, with the initial weights of the run and, with an adapter, of its
-    matrices."""
+    """Returns the oracle's model in fp32, with the run's initial weights. An adapter also starts with the run's
+    numbers; quantized weights are dequantized."""
     described = model.describe(run_of(MODEL))
 
     def built():

@@ -105,7 +105,7 @@ def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="Ad
     Args:
         wrong: name of a wrong variant in WRONG, or None.
         groups: number of data-parallel groups.
-        how: arguments of `change`; `changes`: changed keys of the model's config.
+        how: arguments of `change`, and `changes`: changed keys of the model's config.
     """
     how_made = {"dtype": dtype, **how.pop("changes", {})}
     one, ours = network(kind, **how_made), network(kind, **how_made)

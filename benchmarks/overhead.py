@@ -2,8 +2,8 @@
 
 python -m benchmarks.overhead            # about twenty minutes on two cores.
 
-The models are `13.9M` of side_by_side.py, and `thin`, whose step takes a few milliseconds: the overhead would be lost
-in the noise of a longer step. The time to the first step is measured with `tiny`.
+The models are `13.9M` and `thin` of loops.py. A step of `thin` takes a few milliseconds; the noise of longer steps
+would hide the overhead. The time to the first step is measured with `tiny`.
 """
 
 import argparse

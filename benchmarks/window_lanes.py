@@ -114,6 +114,7 @@ class Clock:
     # --- a link -------------------------------------------------------------------------------------------------------
 
     def fetches(self, gradient: Tensor, receive: object) -> None:
+        """Times the copy of a block's gradient to the host, then calls the link's `fetch`."""
         number = self.numbers.get(id(getattr(getattr(receive, "__self__", None), "weight", None)))
         if number is not None:
             start = self.takes("copies down", number, self.now, COPY * gradient.nbytes / self.sizes[number])
@@ -121,6 +122,7 @@ class Clock:
         self.fetch(gradient, receive)
 
     def steps(self, host_block: object, compute: object) -> None:
+        """Times the update of one weight of a block, then calls the link's `update_block`."""
         if id(host_block) in self.host_blocks:
             number = self.host_blocks[id(host_block)]
             self.takes("host steps", number, self.free["copies down"], STEP / len(host_block.spans))

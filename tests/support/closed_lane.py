@@ -90,6 +90,8 @@ class Copy:
 
 
 class ClosedLane(AtOnceLane):
+    """The copy lane. Args: registers: False: `register` refuses, as if memory could not be pinned."""
+
     registers = True
 
     def __init__(self, registers=True):

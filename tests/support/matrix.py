@@ -24,7 +24,7 @@ STRATEGIES = {
     "fsdp_tensor_parallel": ("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=2", "devices=4"),
 }
 FP64 = {"gradients": 1e-9, "weights": 1e-9}
-# The largest element of a gradient is some hundred times the smallest element that matters; fp32 rounds by 2**-24
+# Relative to the largest element, which is some hundred times the smallest element that matters; fp32 rounds by 2**-24
 FP32 = {"gradients": 1e-4, "weights": SGD_FP32}
 IN_BF16 = {"gradients": BF16, "weights": BF16}
 IN_FP16 = {"gradients": FP16, "weights": FP16}

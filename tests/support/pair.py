@@ -394,6 +394,7 @@ def _mean_of_means(stack):
 
 
 def _local_norm(stack):
+    """Each rank clips by the norm of its own shards."""
     from lowmem.step.gradients import norm_of_all
     from lowmem.techniques.strategy.several import Divided
 
@@ -401,6 +402,7 @@ def _local_norm(stack):
 
 
 def _without_factor(stack):
+    """The loss is not scaled by the number of ranks, so torch's averaging makes the gradients too small."""
     from lowmem.techniques.strategy.ddp import DataParallel
     from lowmem.techniques.strategy.fsdp import FullyShard
 
@@ -415,6 +417,7 @@ def _without_factor(stack):
 
 
 def _never_synced(stack):
+    """DDP does not exchange gradients, not even after the last micro-batch."""
     from lowmem.techniques.strategy.ddp import DataParallel
 
     stack.enter_context(patch.object(DataParallel, "micro_batch_context", lambda self, last: self.forward.no_sync()))

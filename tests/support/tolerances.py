@@ -22,15 +22,15 @@ WINDOW_IN_MICRO_BATCHES = {"fp32": 16 * 2**-24, "bf16": 4 * 2**-9}
 # fp16 has 11 significant bits: 2**-12 = 0.00025 per rounding, in a chain of about ten roundings
 FP16 = 0.004
 # Share of a product's elements that equal the exact value rounded once to 16 bits. An fp32 sum has an error of about
-# 1e-6 of its terms, and rounds to the other neighbour if it is that close to the middle of two adjacent fp16 numbers,
-# which are 5e-4 apart (measured: 0.997 and more, as with torch's kernels). If it is rounded twice, a quarter of the
-# elements differ.
+# 1e-6 of its terms, and rounds to the wrong neighbour if the exact value is that close to the middle of two adjacent
+# fp16 numbers, which are 5e-4 apart (measured: 0.997 and more, as with torch's kernels). If the sum is rounded twice, a
+# quarter of the elements differ.
 ROUNDED_ONCE = 0.99
 # Allowed relative error of the total update after four steps, (of matrices, of vectors), against the fp32 oracle. AdamW
 # divides each gradient by its magnitude, so rounding errors of small gradients count as much as errors of large
-# gradients. Two techniques together may have the sum of their errors. The wrong variants of test_parity.py have 0.3 and
-# more on matrices (a short window divided by the tokens of a full window, a dropped micro-batch), or 3 on vectors
-# (decay of norms).
+# gradients. The tolerance of two techniques together is the sum of their tolerances. The wrong variants of
+# test_parity.py have errors of 0.3 and more on matrices (a short window divided by the tokens of a full window, a
+# dropped micro-batch), or 3 on vectors (decay of norms).
 EXACT = (ADAMW_REORDERED, ADAMW_REORDERED)
 UPDATE = {
     # roundings of 2**-12 and 2**-9 in every product of the chain
@@ -70,11 +70,11 @@ ONE_SIGN = 2 / 448**0.5
 # smaller than the weights (measured in addition to fp16: 0.043 with LoRA, 0.070 with a 4-bit base; in fp32 both are
 # exact)
 LOW_RANK = 0.04
-# A window's loss is compared at the weights of the run, because errors of the weights are bounded above, and their
-# effect on later losses varies: a large step of plain SGD or a wrong sign multiplies it. So the optimizer does not
-# matter here. What remains is the rounding of products. Its effect on a mean over tokens is this share of its effect on
-# the update of matrices (measured: at most a 390th with bf16, a 920th with fp16, an 810th in fp32). A dropped
-# micro-batch gives 0.27, and a loss that is summed in bf16 gives 0.03; bf16 weights are allowed 0.001.
+# A window's loss is compared at the weights of the run, because UPDATE already bounds the errors of the weights, and
+# their effect on later losses varies: a large step of plain SGD or a wrong sign multiplies it. So only the rounding of
+# products matters here, not the optimizer. Its effect on a mean over tokens may be this share of its effect on the
+# update of matrices (measured: at most a 390th with bf16, a 920th with fp16, an 810th in fp32). A dropped micro-batch
+# gives 0.27, and a loss that is summed in bf16 gives 0.03; bf16 weights are allowed 0.001.
 OF_LOSS = 1 / 200
 # A loss of pairs is not a mean over tokens. It is a function of the difference of two sums over ten tokens each, times
 # a beta of 2, and may be near zero although its rounding error is not (measured: at most a 12th of the effect of bf16

@@ -105,6 +105,8 @@ class Races:
                 self.access(DEVICE, (), (number,), "is given other memory's place")
 
     def access(self, stream, reads, writes, name):
+        """Reports that work on a stream reads and writes these storages, and collects the errors. Args: reads, writes:
+        numbers of storages."""
         with self.lock:
             reads, writes = set(reads) - set(writes), set(writes)
             self.checked += len(reads) + len(writes)
@@ -183,7 +185,12 @@ class Event:
 
 
 class TracedLane(CardLane):
-    """A `CardLane` on a CPU, with streams of the checker."""
+    """A `CardLane` on a CPU, with streams of the checker.
+
+    Args:
+        races: the collector of errors.
+        registers: False: `register` refuses, as if memory could not be pinned.
+    """
 
     def __init__(self, races, registers=True):
         self.races, self.can_register = races, registers

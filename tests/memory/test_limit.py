@@ -81,6 +81,16 @@ def test_block_inputs_of_several_micro_batches_are_prefetched_in_backward_order(
         assert [other for other, boundary in made.items() if boundary.back is not None] == ([coming] if coming else [])
 
 
+def test_block_inputs_of_a_pipeline_stage_are_prefetched_within_their_micro_batch():
+    chain = Chain()
+    made = {(n, block): chain.make(block, torch.randn(2)) for n in range(2) for block in range(3)}
+    for n in range(2):
+        for block in (2, 1, 0):
+            made.pop((n, block)).fetch()
+            back = [place for place, boundary in made.items() if boundary.back is not None]
+            assert back == ([(n, block - 1)] if block else [])
+
+
 def test_run_over_its_memory_limit_ends_with_advice_and_without_a_traceback(command, tmp_path):
     code, said = command("memory.limit=300KiB")
     assert code == 1 and "Out of memory" in said and "activations" in said and "Traceback" not in said

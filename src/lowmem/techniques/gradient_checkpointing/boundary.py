@@ -13,6 +13,7 @@ computation. On a CPU the copies are synchronous. The memory meter counts the co
 CPU.
 """
 
+import threading
 import weakref
 from functools import cache
 from typing import Protocol
@@ -53,11 +54,12 @@ class OnHost:
         tensor: the block input, or a result of attention.
         chain: prefetches the next boundary after each fetch.
         block: index of the block.
+        forward: (thread, number of the forward pass in this thread).
     """
 
-    def __init__(self, tensor: Tensor, chain: "Chain", block: int) -> None:
+    def __init__(self, tensor: Tensor, chain: "Chain", block: int, forward: tuple[int, int]) -> None:
         self.device, self.requires_grad = tensor.device, tensor.requires_grad
-        self.chain, self.block = chain, block
+        self.chain, self.block, self.forward = chain, block, forward
         self.lane = _lane(tensor.device)
         self.back: Tensor | None = None  # the new tensor on the device, from the start of its copy until `fetch`
         self.host = self.lane.staging(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -72,7 +74,7 @@ class OnHost:
         self.start()
         self.lane.hold(self.arrived)
         tensor, self.back, self.host = self.back, None, None
-        self.chain.start_next(self.block)
+        self.chain.start_next(self)
         return tensor.requires_grad_(self.requires_grad)
 
     @property
@@ -91,27 +93,44 @@ class OnHost:
 
 class Chain:
     """Creates the boundaries of a model in host memory, and prefetches them in the order of backward: the last block
-    first. A block has several boundaries with `offload_attention`, and if several micro-batches are in progress
-    (weights.order=by_layer, strategy=pipeline). The boundaries of a block are prefetched in the order in which they
-    were created, before the boundaries of the previous block."""
+    first.
+
+    A block has several boundaries with `offload_attention`, and if several micro-batches are in progress. With
+    weights.order=by_layer a thread computes each micro-batch, and backward computes a block for all micro-batches
+    before the previous block. So the boundaries of a block are prefetched in the order in which they were created,
+    before the boundaries of the previous block. With strategy=pipeline one thread computes all micro-batches, and
+    backward computes all blocks for a micro-batch before the next micro-batch. So boundaries of another forward pass of
+    the same thread are not prefetched.
+    """
 
     def __init__(self) -> None:
         # Weak references: the autograd graph owns a boundary, and frees it if backward never runs.
         self._made: dict[int, list[weakref.ref[OnHost]]] = {}  # index of a block -> its boundaries
+        self._latest: dict[int, tuple[int, int]] = {}  # thread -> (block, number of the pass) of its latest boundary
 
     def make(self, block: int, tensor: Tensor) -> OnHost:
-        boundary = OnHost(tensor, self, block)
+        boundary = OnHost(tensor, self, block, self._forward(block))
         alive = [other for other in self._made.get(block, []) if other() is not None]
         self._made[block] = [*alive, weakref.ref(boundary)]
         return boundary
 
-    def start_next(self, block: int) -> None:
+    def _forward(self, block: int) -> tuple[int, int]:
+        """Returns the thread, and the number of the forward pass. A lower block than before begins another pass."""
+        thread = threading.get_ident()
+        latest, number = self._latest.get(thread, (0, 0))
+        number += block < latest
+        self._latest[thread] = block, number
+        return thread, number
+
+    def start_next(self, fetched: OnHost) -> None:
         """Starts the copy of one boundary whose copy has not been started: the first of the same block, otherwise the
-        first of the previous block. Args: block: index of the block whose boundary was just fetched."""
-        references = (*self._made.get(block, ()), *self._made.get(block - 1, ()))
-        following = (boundary for reference in references if (boundary := reference()) is not None)
-        if (boundary := next(filter(lambda boundary: boundary.waits, following), None)) is not None:
-            boundary.start()
+        first of the previous block. Args: fetched: the boundary that was just fetched."""
+        references = (*self._made.get(fetched.block, ()), *self._made.get(fetched.block - 1, ()))
+        for boundary in filter(None, (reference() for reference in references)):
+            is_of_other_pass = boundary.forward[0] == fetched.forward[0] and boundary.forward != fetched.forward
+            if boundary.waits and not is_of_other_pass:
+                boundary.start()
+                return
 
 
 @cache

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from lowmem.report import metrics
 from lowmem.report.metrics import Metrics
@@ -90,6 +91,17 @@ def test_remaining_time_is_printed_once_without_a_progress_bar(fit, monkeypatch,
 )
 def test_duration_is_formatted_in_seconds_minutes_or_hours(seconds, said):
     assert duration(seconds) == said
+
+
+@pytest.mark.parametrize(("margin", "read_by_early_stopping"), [(0.5, True), (None, False)])
+def test_early_stopping_reads_no_accuracy_of_an_earlier_evaluation(tmp_path, margin, read_by_early_stopping):
+    """`margin` is None if all answers of the set have the same rating."""
+    reported = Metrics(tmp_path / "metrics.csv", 1, {"": lambda loss: loss}, SimpleNamespace(), 0)
+    reported._evaluation, reported._write = tqdm(disable=True), lambda *_: None
+    trainer = SimpleNamespace(callback_metrics={"accuracy": 0.25}, sanity_checking=False, global_step=1)
+    module = SimpleNamespace(val_loss=1.0, val_losses=[1.0], val_figures=[{"accuracy": 0.75, "margin": margin}])
+    reported.on_validation_end(trainer, module)
+    assert trainer.callback_metrics.get("accuracy") == (0.75 if read_by_early_stopping else None)
 
 
 def test_nan_loss_stops_the_run_before_it_saves_a_checkpoint(fit, monkeypatch, tmp_path):

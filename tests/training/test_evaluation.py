@@ -61,6 +61,22 @@ def plain(folder, micro_batches):
     return sum(n for n, _ in sums) / sum(c for _, c in sums), sum(n / c for n, c in sums) / len(sums)
 
 
+def test_first_validation_set_without_a_counting_token_hides_no_result_of_another_set(fit, tmp_path):
+    def written(name, prompt):
+        lines = (json.dumps({"q": f"{prompt} {number}", "a": f"{number}"}) + "\n" for number in range(40))
+        (tmp_path / name).write_text("".join(lines))
+        return tmp_path / name
+
+    empty, full = written("empty.jsonl", "a long question " * 30), written("full.jsonl", "what is")
+    sets = f"data.val_path={{empty:{empty},full:{full}}}"
+    texts = ("data=jsonl", f"data.path={written('train.jsonl', 'say')}", sets, "data.prompt=q", "data.completion=a")
+    summary, run = fit(*texts, "data.packing=joined", "data.too_long=cut", *LINES)
+    none, other = summary["validation"]
+    assert math.isnan(none["loss"]) and math.isnan(none["perplexity"]) and math.isfinite(other["loss"])
+    (row,) = (row for row in csv.DictReader((run / "metrics.csv").open()) if row["val_loss_full"])
+    assert float(row["val_loss_full"]) == other["loss"] and row["val_loss"] == "nan"
+
+
 @pytest.mark.rows("documents")
 @pytest.mark.parametrize("packing", ["joined", "documents", "padded"])
 def test_loss_of_every_validation_set_equals_transformers_on_the_export(fit, config, files, packing):

@@ -177,7 +177,7 @@ class Metrics(Callback):
         self._evaluation.close()
         self.val_loss = float("nan") if module.val_loss is None else module.val_loss
         trainer.callback_metrics["val_loss"] = torch.tensor(self.val_loss)  # Lightning's callbacks read it from there
-        if module.val_loss is None:  # the evaluation was interrupted, or no token of the first set counts in the loss
+        if not module.val_losses:  # the evaluation was interrupted
             return
         losses = zip(self.sets.items(), module.val_losses, module.val_figures, strict=True)
         self.evaluated = [
@@ -185,7 +185,8 @@ class Metrics(Callback):
             for (name, bits), loss, figures in losses
         ]
         # If all answers of a set have the same rating, one of its metrics is None. Then the accuracy is meaningless,
-        # and is not passed to early stopping.
+        # and early stopping must not read it, nor the accuracy of the evaluation before.
+        trainer.callback_metrics.pop("accuracy", None)
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
         metrics = dict(pair for number, results in enumerate(self.evaluated) for pair in _columns(results, number > 0))
@@ -248,7 +249,7 @@ class Metrics(Callback):
 def of_tokens(loss: float, bits_per_byte: float) -> dict[str, float]:
     """Returns perplexity and bits per byte as metrics. Args: loss: nats per learned token; bits_per_byte: the loss
     in bits per byte."""
-    return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "bits_per_byte": bits_per_byte}
+    return {"perplexity": math.inf if loss >= 700 else math.exp(loss), "bits_per_byte": bits_per_byte}
 
 
 def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:

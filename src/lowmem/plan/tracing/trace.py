@@ -71,7 +71,8 @@ from lowmem.training.module import CausalLM
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
-INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__)  # lowmem's frames in each operator
+# lowmem's frames in each operator
+INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__, ShapeMode._experts.__name__)
 EVENLY = (
     "the router decides how many tokens each expert gets, and the prediction assumes that tokens are spread evenly. "
     "The total is right; the estimate is too high if some experts get no tokens, and too low if one expert gets most "

@@ -243,17 +243,6 @@ REASONS = {
 UNEXPLAINED = "x!?"
 
 
-class Difference(NamedTuple):
-    """Adjacent tokens that one library learns and the other does not.
-
-    kind: a letter of REASONS; text: the tokens; before: the tokens before them.
-    """
-
-    kind: str
-    text: str
-    before: str
-
-
 class Piece(NamedTuple):
     """Adjacent learned tokens at positions [start, stop) of a row, inside a learned span at [begin, end).
 

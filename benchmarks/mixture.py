@@ -56,7 +56,7 @@ def one_row(name: str, folder: Path) -> dict:
     """Runs a row in this process. Args: folder: the first row moves its export there, and QLoRA loads it."""
     summary = run_train([*ROWS[name], *RUN, *([f"model.name={folder}"] if name == QLORA else [])])
     run = Path(os.environ["ROW_FOLDER"])
-    exported = next(place for place in (run / "adapter", run / "model") if place.is_dir())
+    exported = run / "model"
     with (run / "metrics.csv").open() as file:
         losses = [float(line["train_loss"]) for line in csv.DictReader(file) if line.get("train_loss")]
     if name == FIRST:

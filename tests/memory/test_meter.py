@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from lowmem.memory.ledger import PHASES, Ledger
+from lowmem.memory.ledger import Ledger
 from lowmem.memory.meter import MemoryMeter, curve
 from lowmem.offload.host_optimizer import HostOptimizer
 from lowmem.offload.on_device import WeightsOnDevice
@@ -23,6 +23,8 @@ from lowmem.techniques.strategy.contract import OneDevice
 from made_up import Allocator
 
 LIVE = [f"{category}_bytes" for category in CATEGORIES]
+
+PHASES = ("load", "forward", "backward", "step", "evaluation", "save")  # of a run that is not resumed
 
 
 def read(run):

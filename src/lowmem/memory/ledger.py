@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from lowmem.system.torch_private import is_traceable_wrapper_subclass, storage_key
 from lowmem.system.units import CATEGORIES, HOST_CATEGORIES
 
-PHASES = ("load", "forward", "backward", "step", "evaluation", "save")
-
 Side = Literal["device", "host", "drive"]
 
 

@@ -1,4 +1,5 @@
-"""memory.limit ends a run that needs more memory than the limit; host memory does not count."""
+"""memory.limit ends a run whose device memory exceeds the limit, and running out of memory ends a run with advice.
+Block inputs that are offloaded on a CPU are tested here too."""
 
 import errno
 import io
@@ -25,12 +26,12 @@ from lowmem.training.module import CausalLM
     ("text", "size"),
     [("12GiB", 12 * 2**30), ("1.5 GiB", 3 * 2**29), ("900MiB", 900 * 2**20), (4096, 4096), ("7B", 7), (None, None)],
 )
-def test_sizes_in_binary_units_are_parsed_to_bytes(text, size):
+def test_memory_sizes_in_binary_units_are_parsed_to_bytes(text, size):
     assert cap.parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["12GB", "12G", "lots", "-1GiB", "0", ""])
-def test_sizes_with_other_units_are_refused(text):
+def test_memory_sizes_in_decimal_units_or_not_positive_are_refused(text):
     with pytest.raises(Refused, match="GiB"):
         cap.parse_bytes(text)
 
@@ -62,7 +63,7 @@ def test_host_memory_does_not_count_towards_the_memory_limit():
     assert max(point.total for point in points) == 8000
 
 
-def test_fetched_block_input_equals_the_original_and_prefetches_the_previous_block_input():
+def test_fetching_an_offloaded_block_input_returns_the_original_and_prefetches_the_previous_block_input():
     make = Chain().make
     first, second = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
     one, two = make(0, first), make(1, second)
@@ -72,7 +73,7 @@ def test_fetched_block_input_equals_the_original_and_prefetches_the_previous_blo
     assert torch.equal(one.fetch(), first)
 
 
-def test_block_inputs_of_several_micro_batches_are_prefetched_in_backward_order():
+def test_offloaded_block_inputs_of_several_micro_batches_are_prefetched_in_backward_order():
     chain = Chain()
     made = {(block, n): chain.make(block, torch.randn(2)) for block in range(2) for n in range(2)}
     order = [(1, 0), (1, 1), (0, 0), (0, 1)]
@@ -109,7 +110,7 @@ def test_memory_limit_on_cuda_sets_the_process_memory_fraction_and_resets_it(mon
 
 
 def test_cuda_memory_fraction_is_rounded_up_to_the_limit():
-    """The deliberately wrong variant passes the quotient itself: for many sizes torch then allows one byte too few."""
+    """The deliberately wrong variant passes size / total: for many sizes torch then allows one byte too few."""
     totals = (12 * 2**30 - 2**22, 85_017_493_504, 25_296_044_032)
     caps = [(n * 2**21, total) for total in totals for n in range(1, 500)]
     assert all(size <= int(cap._share(size, total) * total) <= size + 1 for size, total in caps)
@@ -117,7 +118,7 @@ def test_cuda_memory_fraction_is_rounded_up_to_the_limit():
 
 
 @pytest.mark.gpu
-def test_memory_limit_on_a_card_fails_a_larger_allocation_and_is_lifted_after():
+def test_memory_limit_on_a_card_fails_a_larger_allocation_and_ends_with_its_context():
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved() + 2**28
     with cap.capped(room, "cuda"):
@@ -172,7 +173,7 @@ def test_errors_of_libraries_are_classified_as_out_of_memory_on_device_or_host_o
 
 @pytest.fixture
 def no_pinned_memory(monkeypatch):
-    """Makes the second pinned allocation fail as CUDA does on a full host: with the message of a full card."""
+    """Makes the second pinned allocation fail. If the host has no memory left, CUDA raises the error of a full card."""
     empty, made = torch.empty, []
 
     def full(*shape, pin_memory=False, **how):
@@ -201,7 +202,7 @@ def test_failed_pinning_raises_a_memory_error_that_counts_as_out_of_memory_on_th
     assert errors.out_of_memory(full.value) == "host"
 
 
-def test_advice_for_a_full_host_does_not_suggest_offloading():
+def test_advice_for_full_host_memory_does_not_suggest_gradient_checkpointing():
     used = {"gradient_checkpointing": "none", "precision": "32", "weights": "resident"}
     tries = {side: advice.out_of_memory(side, {"weights": 2**30}, used, 8, 128) for side in ("device", "host")}
     assert "Out of memory on the host" in tries["host"] and "seq_len=64" in tries["host"]
@@ -211,7 +212,7 @@ def test_advice_for_a_full_host_does_not_suggest_offloading():
 
 
 @pytest.mark.parametrize("said", [said for kind, said, side in SAID if kind is RuntimeError and side == "device"])
-def test_batch_size_trial_that_runs_out_of_memory_does_not_fit(config, monkeypatch, said):
+def test_batch_size_trial_that_runs_out_of_memory_exits_with_the_code_for_does_not_fit(config, monkeypatch, said):
     def full(*_):
         raise RuntimeError(said)
 

@@ -1,4 +1,4 @@
-"""The memory meter in real runs: phases, categories, device and host, and CUDA's columns."""
+"""The memory meter in real runs: phases, categories, device and host, the drive, and columns of the CUDA allocator."""
 
 import csv
 import math
@@ -82,7 +82,7 @@ def test_recorded_memory_categories_sum_to_the_peak_and_equal_the_sizes_of_the_t
 @pytest.mark.rows("32")
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
 def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit, monkeypatch, precision):
-    """Also with masters, whose gradients are still being copied to the host."""
+    """With masters, gradients are still being copied to the host when backward ends."""
     meters, seen, started = [], [], MemoryMeter.on_train_start
 
     def start(self, *arguments):
@@ -110,7 +110,8 @@ def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit
 
 
 def test_memory_ledger_is_summed_in_sampled_steps_only(fit, monkeypatch):
-    """A sampled step sums the ledger twelve times: for nine readings after each phase, and for three rows."""
+    """A sampled step sums the ledger twelve times: after forward and backward of each of the four micro-batches, after
+    the step, and for three rows."""
     counts, sums, bytes_of, began = [], [0], Ledger.bytes, MemoryMeter.on_train_batch_start
 
     def counted(self, side="device"):
@@ -134,19 +135,20 @@ def test_recorded_resident_memory_is_at_least_the_live_memory(rows):
 
 
 def test_step_row_has_bytes_stored_read_and_written_on_the_drive(fit, tmp_path):
-    """The drive has, for each block, the lower halves of its matrices' masters and two moments, if they fill a page."""
+    """The drive stores the lower halves of the masters and both moments of each block's matrices, except tensors
+    smaller than a page."""
     streamed = ("weights=streamed", "precision=bf16-master", "optim=adamw", "gradient_checkpointing=every_layer")
     streamed += ("model.architecture.n_embd=32", "model.architecture.n_layer=6", "max_steps=6")
     _, run = fit(*streamed, f"weights.drive={tmp_path / 'drive'}")
     rows = [row for row in read(run) if row["drive_bytes"]]
     assert [(row["step"], row["phase"]) for row in rows] == [("0", "load"), *((f"{n}", "step") for n in range(1, 7))]
-    matrices = (3 * 32 * 32, 32 * 32, 4 * 32 * 32, 4 * 32 * 32)  # the first two are one part of a block
+    matrices = (3 * 32 * 32, 32 * 32, 4 * 32 * 32, 4 * 32 * 32)  # the first two share a swap file
     sizes = [size * n for n in matrices for size in (2, 4, 4) if size * n >= PAGE]
-    stored, file = 6 * sum(sizes), 6 * (3 * PAGE + sum(map(pages, sizes)))  # the first page of a file is free
+    stored, file = 6 * sum(sizes), 6 * (3 * PAGE + sum(map(pages, sizes)))  # the first page of a file is not used
     steady = rows[3:]
     assert {int(row["drive_bytes"]) for row in steady} == {stored}
     assert {int(row["drive_written_bytes"]) for row in steady} == {file}  # bytes of this step, not of the run
-    ahead = 2 * file // 6  # parts of the first blocks of the next step are read already, or not yet
+    ahead = 2 * file // 6  # files of the next step's first blocks may have been read ahead
     assert abs(sum(int(row["drive_read_bytes"]) for row in steady) - len(steady) * file) <= ahead
 
 
@@ -159,7 +161,7 @@ def test_recorded_activations_grow_with_the_tokens_and_weights_do_not(fit):
 
 
 def test_buffers_replaced_by_a_device_move_are_counted_as_weights(tmp_path):
-    """As `.to(device)` does: parameters stay the same objects, buffers become new ones."""
+    """`module.to(device)` keeps the parameter objects and creates new buffers."""
     meter = MemoryMeter(tmp_path / "memory.csv")
     module = torch.nn.BatchNorm1d(1024, affine=False)
     module.device, module.weights, module.ranks = torch.device("cpu"), WeightsOnDevice(), OneDevice()
@@ -173,7 +175,7 @@ def test_buffers_replaced_by_a_device_move_are_counted_as_weights(tmp_path):
     meter.setup(FakeTrainer, module, "fit")
     module.running_mean, module.running_var = torch.zeros(2048), torch.zeros(2048)
     meter.on_train_start(FakeTrainer, module)
-    assert meter.ledger.bytes()["weights"] == 2 * 2048 * 4 + 8  # and the count of batches
+    assert meter.ledger.bytes()["weights"] == 2 * 2048 * 4 + 8  # 8 bytes: num_batches_tracked
 
 
 def test_memory_sampling_changes_no_bit_of_the_weights(fit, monkeypatch):
@@ -229,7 +231,7 @@ def test_values_of_the_cuda_allocator_are_recorded_per_phase(fit, monkeypatch):
     assert summary["peak_bytes"]["device"] == max(int(r["allocated_peak_bytes"]) for r in rows)
 
 
-def test_metrics_of_memory_have_units_in_their_names():
+def test_memory_metrics_have_finite_values_and_units_in_their_names():
     window = {
         "forward": {"rss_bytes": 1, "rss_peak_bytes": 2**30},
         "step": {"rss_peak_bytes": 2**29, "live_peak_bytes": 2**30},
@@ -255,14 +257,14 @@ def test_allocated_memory_on_a_card_is_tracked_memory_plus_less_than_256_mib(fit
 
 
 def test_memory_csv_is_read_twice_per_run(fit, monkeypatch):
-    """The file of 100,000 steps has 50 MB, which take 270 MB as dictionaries."""
+    """The file of a run of 100,000 steps has 50 MB; its rows as dictionaries take 270 MB."""
     read_back, reader = [], csv.DictReader
     monkeypatch.setattr(csv, "DictReader", lambda file: read_back.append(Path(file.name).name) or reader(file))
     fit("max_steps=2")
     assert read_back.count("memory.csv") == 2  # at the start, for rows before a resume, and for the picture
 
 
-def test_first_steps_after_a_resume_in_a_new_folder_are_tracked(fit):
+def test_memory_of_the_first_steps_after_a_resume_in_a_new_folder_is_tracked(fit):
     _, first = fit("max_steps=4", "save_every=4", "val_every=4", folder="first")
     summary, run = fit("max_steps=6", "val_every=6", f"resume={first}", folder="longer")
     assert all("device" in summary["peak_bytes_by_phase"][phase] for phase in ("forward", "backward", "step"))

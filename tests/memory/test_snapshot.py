@@ -13,7 +13,7 @@ from lowmem.memory import snapshot
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Returns the calls of torch, in order."""
+    """Returns a list of the calls of torch's snapshot functions: keyword arguments of a recording, or "dump"."""
     asked = []
 
     def dump(file):
@@ -58,7 +58,7 @@ def test_unwritable_snapshot_does_not_hide_the_out_of_memory_error(asked, tmp_pa
     assert asked[-1] == OFF
 
 
-def test_snapshot_on_a_cpu_is_not_recorded_and_its_key_is_refused(asked, tmp_path, command):
+def test_memory_snapshot_on_a_cpu_is_not_recorded_and_its_key_is_refused(asked, tmp_path, command):
     with snapshot.recorded(tmp_path, True, "cpu"):
         pass
     assert asked == []
@@ -68,7 +68,7 @@ def test_snapshot_on_a_cpu_is_not_recorded_and_its_key_is_refused(asked, tmp_pat
     assert code == 1 and "memory.snapshot=1: give true or false." in said
 
 
-def test_snapshot_actions_and_frames_are_read_from_torchs_format(tmp_path):
+def test_helper_reads_actions_and_source_files_from_a_snapshot_in_torchs_format(tmp_path):
     def file(*events):
         (tmp_path / "snapshot").write_bytes(pickle.dumps({"segments": [], "device_traces": [[], list(events)]}))
         return tmp_path / "snapshot"
@@ -82,7 +82,7 @@ def test_snapshot_actions_and_frames_are_read_from_torchs_format(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stacks", [True, False], ids=["requested", "not requested"])
-def test_snapshot_on_a_card_names_the_allocating_source_lines_only_if_requested(fit, stacks):
+def test_memory_snapshot_with_source_lines_of_lowmem_is_written_on_a_card_only_if_requested(fit, stacks):
     _, run = fit("device=cuda", f"memory.snapshot={str(stacks).lower()}")
     file = run / snapshot.FILE
     assert file.exists() == stacks == ({"alloc", "free_completed"} <= snapshots.actions(file))

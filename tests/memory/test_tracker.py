@@ -31,7 +31,7 @@ def test_tracked_memory_is_the_sum_of_live_storages_after_each_event():
     assert totals == [0, 4, 8, 4, 8, 4, 0]
 
 
-def test_views_in_place_and_out_operations_are_not_counted_again():
+def test_memory_tracker_does_not_count_views_in_place_operations_or_out_arguments_again():
     with StorageTracker({}) as tracker:
         a = floats(4)
         a.view(2, -1).t().mul_(2)
@@ -43,7 +43,7 @@ def test_views_in_place_and_out_operations_are_not_counted_again():
     assert list(tracker.timeline())[-1].total == 0
 
 
-def test_storages_older_than_the_tracker_are_counted_once():
+def test_memory_tracker_counts_storages_older_than_the_tracker_once():
     module = torch.nn.Linear(32, 32, bias=False)
     ledger = Ledger()
     ledger.own("weights", lambda: weights(module))
@@ -74,10 +74,10 @@ def test_tracker_assigns_gradients_and_optimizer_state_of_a_training_step():
     peaks = highest(tracker.timeline())
     assert peaks["forward"].bytes["gradients"] == 0
     assert peaks["backward"].bytes["gradients"] == size  # assigned only later, but counted from its allocation
-    assert peaks["step"].bytes["other"] >= size  # the looped step's temporaries
+    assert peaks["step"].bytes["other"] >= size  # temporary tensors of the step with foreach=False
 
 
-def test_host_tensors_do_not_count_on_the_device():
+def test_memory_tracker_does_not_count_host_tensors_on_the_device():
     host, device = floats(8), floats(4)
     ledger = Ledger()
     for tensor, side in ((host, "host"), (device, "device")):
@@ -99,7 +99,7 @@ def test_unowned_host_memory_counts_on_a_cpu_but_not_on_a_separate_device(device
         del kept
 
 
-def test_tied_weights_and_nested_state_are_counted_once():
+def test_memory_ledger_counts_tied_weights_once_and_finds_nested_optimizer_state():
     a = torch.nn.Linear(16, 16, bias=False)
     b = torch.nn.Linear(16, 16, bias=False)
     b.weight = a.weight
@@ -132,7 +132,7 @@ def test_tracker_without_weak_references_never_sees_a_release(monkeypatch):
 
 
 def test_storage_older_than_the_tracker_counts_until_it_is_freed():
-    """State may be replaced, and gradients dropped. A later storage at the same address is a new one."""
+    """Optimizer state may be replaced, and gradients dropped. A later storage at the same address counts as new."""
     held, ledger = [floats(8), floats(4)], Ledger()
     ledger.own("optimizer", lambda: held[:1])
     ledger.own("gradients", lambda: held[1:], "host")
@@ -148,7 +148,7 @@ def test_storage_older_than_the_tracker_counts_until_it_is_freed():
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["other thread", "same thread"])
-def test_allocation_during_host_work_counts_on_the_device_if_the_work_is_in_another_thread(beside):
+def test_allocation_during_host_work_counts_on_the_device_only_if_the_work_is_in_another_thread(beside):
     """On a card the host thread updates masters while training continues. beside: whether the host work runs in another
     thread."""
 
@@ -175,8 +175,8 @@ def test_allocation_during_host_work_counts_on_the_device_if_the_work_is_in_anot
     assert (peak(tracker) == 4 * KIB) == beside
 
 
-def test_resized_storage_counts_with_its_current_size():
-    """fully_shard resizes the storages of gathered weights, also of a block that is gathered when tracking begins."""
+def test_memory_tracker_counts_a_resized_storage_with_its_current_size():
+    """fully_shard resizes the storages of gathered weights. The storage `early` is empty when tracking begins."""
     early = floats(8).untyped_storage()
     early.resize_(0)
     with StorageTracker({}) as tracker:
@@ -185,7 +185,7 @@ def test_resized_storage_counts_with_its_current_size():
         b = floats(2)
         a.untyped_storage().resize_(4 * KIB)
         early.resize_(8 * KIB)
-        early.resize_(8 * KIB)  # nothing is new
+        early.resize_(8 * KIB)  # no change
         del a
         early.resize_(0)
     assert [point.total // KIB for point in tracker.timeline()] == [0, 4, 0, 2, 6, 14, 10, 2]
@@ -193,7 +193,7 @@ def test_resized_storage_counts_with_its_current_size():
     assert "resize_" not in vars(torch.UntypedStorage)  # the tracker has removed its patch
 
 
-def test_optimizer_state_can_be_read_while_another_thread_adds_to_it():
+def test_optimizer_state_can_be_iterated_while_states_are_added():
     class Stepping:
         state = {number: {"m": torch.zeros(4)} for number in range(3)}  # noqa: RUF012
 

@@ -1,7 +1,7 @@
 """`weights.order=by_layer` runs the micro-batches of a window through the model block by block. Training has the bits
-of one micro-batch after the other, and each block is copied once for forward and once for backward.
+of `by_micro_batch`, and each block is copied once for forward and once for backward.
 
-The matrix is pairwise: any two choices of model, policy, loss, slots and precision are together in one row.
+`MATRIX` is pairwise: each pair of values of model, policy, loss, slots and precision occurs in some row.
 """
 
 import threading
@@ -41,7 +41,7 @@ MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def is_same(config, arguments, model, weights=BY_LAYER, **how):
-    """Asserts that streamed weights train like resident weights. Returns the streamed run."""
+    """Asserts that streamed weights train with the bits of resident weights. Returns the streamed run."""
     streamed = trained(config, weights, model, arguments, **how)
     assert trained(config, RESIDENT, model, arguments).same(streamed)
     return streamed
@@ -77,7 +77,7 @@ def test_by_layer_has_the_bits_of_resident_weights_with_1_to_8_micro_batches_per
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("clip", ["off", pytest.param("norm", marks=pytest.mark.matrix)])
-def test_by_layer_has_the_bits_of_resident_weights_when_windows_shrink(config, clip):
+def test_by_layer_has_the_bits_of_resident_weights_when_accumulation_windows_shrink(config, clip):
     arguments = list(lines("llama", "batch_size=2", "accumulation.sizes={0: 3, 2: 1}", "max_steps=4", clip=clip))
     arguments[3] = "by_step"
     is_same(config, arguments, "llama")
@@ -87,9 +87,9 @@ def test_by_layer_has_the_bits_of_resident_weights_when_windows_shrink(config, c
     ("precision", "clip"),
     [("bf16-master", "norm"), ("16-master", "off"), pytest.param("bf16-master", "off", marks=pytest.mark.matrix)],
 )
-def test_by_layer_has_the_bits_of_resident_weights_when_windows_grow_and_shrink(config, precision, clip):
-    """Windows of 1, 1, 3, 3, 1, 3 micro-batches. The gradient buffer of one micro-batch has 16 bits, and must not round
-    the fp32 sum of the next window."""
+def test_by_layer_has_the_bits_of_resident_weights_when_accumulation_windows_grow_and_shrink(config, precision, clip):
+    """Windows of 1, 1, 3, 3, 1, 3 micro-batches. The gradient buffer of a window of one micro-batch has 16 bits, and
+    must not round the fp32 sum of the next window."""
     sizes = ("batch_size=1", "accumulation.sizes={0: 1, 2: 3}")
     arguments = list(lines("llama", *sizes, "max_steps=6", precision=precision, clip=clip))
     arguments[3] = "by_step"
@@ -123,7 +123,7 @@ RUN = (
 )
 
 
-def test_by_layer_run_resumed_in_either_order_has_the_bits_of_a_resident_run(fit, tmp_path):
+def test_by_layer_run_resumed_by_layer_or_by_micro_batch_has_the_bits_of_a_resident_run(fit, tmp_path):
     one, right = fit(*RUN, folder="resident")
     fit(*RUN, *BY_LAYER, "max_steps=2", folder="first")
     other, resumed = fit(*RUN, *BY_LAYER, f"resume={tmp_path / 'first'}", folder="second")
@@ -195,14 +195,15 @@ def test_by_layer_copies_each_gradient_to_the_host_once_per_window_in_fp32(confi
 
 
 def test_by_layer_hides_a_link_four_times_slower_than_compute_in_a_window_of_eight(config):
-    """All copies are hidden except the first after a step. Computing a block takes 1 unit of time, copying it 4."""
+    """Only the first copy of a step is not hidden behind computation. Computing a block takes 1 unit of time, copying a
+    block 4."""
 
     def time_over_compute(weights):
         lane, work = ClockLane(4.0), []
 
         def clocked(module):
             module.weights.lane = lane
-            for block in module.weights.blocks:  # recomputation may stop early
+            for block in module.weights.blocks:  # a pre-hook, because recomputation may stop before the end of the MLP
                 block.mlp.register_forward_pre_hook(lambda *_: work.append(lane.computes(1.0)))
 
         trained(config, weights, "llama", lines("llama", *of_size(8), "loss=chunked", "max_steps=1"), prepare=clocked)
@@ -243,7 +244,7 @@ def test_early_updates_keep_gradient_sums_of_blocks_by_micro_batch_but_not_by_la
         pytest.param(3, True, ("qwen3", {"policy": "selective", "clip": "off"}), marks=pytest.mark.matrix),
     ],
 )
-def test_by_layer_training_has_no_race(slots, registers, case):
+def test_by_layer_training_has_no_data_race(slots, registers, case):
     model, how = case
     weights = (*BY_LAYER, f"weights.slots={slots}")
     with watched() as found:
@@ -254,7 +255,7 @@ def test_by_layer_training_has_no_race(slots, registers, case):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [races.without_hold, races.slot_given_back_too_early])
-def test_missing_wait_in_by_layer_is_found_as_a_race(monkeypatch, wrong):
+def test_missing_wait_in_by_layer_is_found_as_a_data_race(monkeypatch, wrong):
     wrong(monkeypatch)
     with watched() as found:
         races.run(TracedLane(found), "llama", lines("llama", "loss=chunked", "max_steps=1"), BY_LAYER)
@@ -281,13 +282,13 @@ def gradients_added_in_another_order(monkeypatch):
 
 
 def far_apart(module):
-    """Scales the gradients of later micro-batches down by 1024 each time, so that fp32 sums depend on the order."""
+    """Multiplies the gradients of micro-batch n by 2**(-10 * n), so that fp32 sums depend on the order."""
 
     def smaller(p):
         calls = count()
         p.register_hook(lambda gradient: gradient * 2.0 ** (-10 * (next(calls) % 8)))
 
-    for p in module.model.model.layers.parameters():  # an embedding that streams has gradients of rows
+    for p in module.model.model.layers.parameters():  # not of the embedding: if streamed, it has gradients of rows
         smaller(p)
 
 
@@ -362,7 +363,7 @@ def test_by_layer_with_a_deliberate_fault_differs_from_resident_weights(config, 
     assert not trained(config, BY_LAYER, model, arguments).same(right)
 
 
-def test_block_released_by_the_first_micro_batch_is_copied_more_often(config, monkeypatch):
+def test_by_layer_that_releases_blocks_after_each_micro_batch_copies_blocks_more_often(config, monkeypatch):
     right = copies(config, 8)
     enter = StreamedWeights.enter
 
@@ -466,7 +467,7 @@ def run(runs, log=None):
     return window
 
 
-def test_all_micro_batches_reach_a_barrier_before_any_enters_the_next_block():
+def test_by_layer_waits_at_each_barrier_until_all_micro_batches_have_reached_the_barrier():
     log = []
     run([Made(number, log) for number in range(3)], log)
     reached = [entry for entry in log if isinstance(entry[1], tuple)]
@@ -502,8 +503,8 @@ def test_micro_batch_threads_inherit_grad_mode_device_and_dispatch_modes():
 
 @pytest.mark.parametrize("inference", [False, True], ids=["grad mode", "inference mode"])
 def test_backward_in_micro_batch_threads_is_not_multithreaded(inference):
-    """On a card one autograd thread serves all micro-batches, so a hook that waits in this thread would deadlock.
-    Inference mode changes this setting, so threads must be disabled after inference mode is entered."""
+    """On a card one autograd thread would run backward of all micro-batches, so a hook that waits there would deadlock.
+    Inference mode changes this setting, so multithreading must be disabled after inference mode is entered."""
     seen = []
 
     class Asks(Made):

@@ -62,7 +62,7 @@ def changes_no_bit(config, in_memory, tmp_path, *recipe, **how):
 @pytest.mark.parametrize("recipe", MATRIX, ids="-".join)
 def test_training_with_a_drive_has_the_bits_of_training_in_memory(config, in_memory, tmp_path, recipe):
     assert changes_no_bit(config, in_memory, tmp_path, *recipe)
-    assert not list(tmp_path.iterdir())  # its files have no name
+    assert not list(tmp_path.iterdir())  # the swap files have no names
 
 
 @pytest.mark.parametrize("holds", ["state", "all"])
@@ -80,12 +80,12 @@ def test_drive_with_weights_order_by_layer_gives_the_bits_of_memory(config, tmp_
     assert trained(config, place, "llama", arguments).same(trained(config, [*place, *drive], "llama", arguments))
 
 
-# --- what a drive may do ----------------------------------------------------------------------------------------------
+# --- slow and failing drives ------------------------------------------------------------------------------------------
 
 
 class Made(Disk):
     """A drive that is slow, transfers fewer bytes than requested, or fails. Args: fails: (call, how many of these calls
-    succeed, errno); short: most bytes per call; late: seconds that each call takes."""
+    succeed, errno); short: most bytes that a call reports as transferred; late: seconds that each call takes."""
 
     def __init__(self, fails=("", 0, 0), short=1 << 40, late=0.0):
         self.fails, self.short, self.late = fails, short, late
@@ -192,7 +192,8 @@ def test_drive_with_a_deliberate_fault_differs_from_memory(config, in_memory, tm
 
 
 def swap_files(folder, count=6, elements=PAGE, ahead=1):
-    """Returns swap files of blocks. Each block has one large tensor, filled with the number of the block."""
+    """Returns (the `SwapFiles`, a swap file for each block, the large tensor of each block). A large tensor is filled
+    with the number of its block."""
     all_of_it = SwapFiles(Drive(folder))
     every = [all_of_it.new(ahead=ahead) for _ in range(count)]
     tensors = [torch.full((elements,), float(number)) for number in range(count)]
@@ -203,7 +204,7 @@ def swap_files(folder, count=6, elements=PAGE, ahead=1):
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_swapped_blocks_take_the_memory_of_few_blocks_and_keep_all_changes(tmp_path, ahead):
+def test_blocks_swapped_to_a_drive_take_the_memory_of_few_blocks_and_keep_all_changes(tmp_path, ahead):
     blocks, every, tensors = swap_files(tmp_path, ahead=ahead)
     for _ in range(3):
         for number, swap_file in enumerate(every):
@@ -229,10 +230,10 @@ def test_next_blocks_are_prefetched_from_the_drive_once(tmp_path, ahead):
     assert all(ahead_of_it) and blocks.drive.read_bytes - before == sum(swap_file.size for swap_file in every)
 
 
-def test_drive_buffers_of_a_mixture_hold_a_block_ahead_and_routers_stay_in_memory():
+def test_drive_buffers_of_a_mixture_of_experts_hold_one_block_ahead_and_routers_stay_in_memory():
     """A block has a small router, attention, and two stacks of experts, one twice as large as the other. The buffers
-    hold the file that is being written, the pinned file and a block ahead. Buffers of the largest stack's size would
-    take more."""
+    hold the file that is being written, the pinned file and a block ahead. Four buffers of the largest stack's size
+    would take more."""
     router, attention, up, down = (torch.nn.Parameter(torch.zeros(n)) for n in (2000, 40_000, 2_000_000, 1_000_000))
     blocks = [[torch.nn.Parameter(p.clone()) for p in (router, attention, up, down)] for _ in range(6)]
     on_drive = OnDrive(None, blocks, (), weights_too=False)
@@ -245,7 +246,7 @@ def test_drive_buffers_of_a_mixture_hold_a_block_ahead_and_routers_stay_in_memor
     assert block_size + largest <= sizes.room <= 2 * block_size < 4 * largest
 
 
-def test_drive_buffers_of_dense_first_blocks_do_not_multiply_the_large_files_of_a_mixture():
+def test_dense_first_blocks_do_not_enlarge_the_drive_buffers_of_a_mixture_of_experts():
     """Three dense blocks have five files each. The blocks of the mixture have two files that are ten times larger, and
     read two files ahead, not five."""
     dense, expert = ([torch.zeros(n)] * count for n, count in ((100_000, 5), (1_000_000, 2)))
@@ -256,18 +257,18 @@ def test_drive_buffers_of_dense_first_blocks_do_not_multiply_the_large_files_of_
     assert 4 * 4_000_000 <= on_drive.sizes.room < 5 * 4_000_000
 
 
-def test_small_tensors_stay_in_memory_and_unpinned_tensors_are_read_only(tmp_path):
+def test_tensors_below_a_page_are_not_swapped_and_unpinned_swapped_tensors_are_read_only(tmp_path):
     blocks, every, tensors = swap_files(tmp_path)
     assert all(tensor.nbytes >= PAGE for tensor in blocks.tensors())
     blocks.pin(every[-1])
     child = os.fork()
     if not child:
-        tensors[0].add_(1)  # a view of its file
+        tensors[0].add_(1)  # the data is a read-only view of the mapped file
         os._exit(0)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def test_checkpoint_of_swapped_tensors_has_the_size_of_the_tensors(tmp_path):
+def test_checkpoint_of_tensors_swapped_to_a_drive_has_the_size_of_the_tensors(tmp_path):
     *_, tensors = swap_files(tmp_path)
     torch.save(tensors, tmp_path / "saved")
     assert (tmp_path / "saved").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in tensors) + 8 * PAGE
@@ -285,7 +286,7 @@ def test_file_system_without_o_direct_is_used_through_the_page_cache(config, in_
     assert changes_no_bit(config, in_memory, tmp_path, *RECIPE)
 
 
-def test_tmpfs_folder_is_recognized_as_memory(tmp_path):
+def test_drive_folder_on_tmpfs_is_recognized_as_memory(tmp_path):
     assert not scratch_file.is_memory(ROOT)
     if Path("/dev/shm").is_dir():
         assert scratch_file.is_memory(Path("/dev/shm/made/later"))

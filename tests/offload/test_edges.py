@@ -150,7 +150,7 @@ def test_streamed_embedding_with_a_deliberate_fault_differs_from_resident_weight
 
 
 def test_device_peak_has_only_rows_and_tiles_of_a_streamed_embedding_and_head(fit):
-    """The ledger of the run counts these bytes at the peak."""
+    """The chunked loss keeps the head and the tied embedding on the device; with the tiled loss both are streamed."""
     shape = ("model.architecture.vocab_size=4096", "model.architecture.n_embd=64", "model.architecture.n_layer=3")
     how = ("precision=bf16-master", "gradient_checkpointing=every_layer", "batch_size=1", "seq_len=8", "max_steps=2")
     held = {}
@@ -159,12 +159,12 @@ def test_device_peak_has_only_rows_and_tiles_of_a_streamed_embedding_and_head(fi
         held[loss[0]] = summary["peak_bytes_by_category"]
     chunked, tiled = held.values()
     both, tile = 4096 * 64 * 2, 128 * 64 * 2  # tied, in 16 bits
-    assert sum(chunked.values()) > both + 2 * both  # and its gradient is summed in fp32
+    assert sum(chunked.values()) > both + 2 * both  # the gradient is summed in fp32
     assert tiled["weights"] < chunked["weights"] - both + 2 * tile + 100
     assert sum(tiled.values()) - tiled["weights"] < both / 4
 
 
-# --- what the rest of a model sees ------------------------------------------------------------------------------------
+# --- lookups, logits and gradients ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -235,10 +235,11 @@ def test_row_gradients_summed_by_token_have_the_bits_of_the_dense_embedding_grad
     dense = torch.ops.aten.embedding_dense_backward(rows, ids, 11, padding, by_frequency)
     summed = edges.summed_by_token(rows.clone(), ids, padding, by_frequency)
     assert torch.equal(torch.zeros_like(dense).index_add_(0, ids, summed), dense)
-    assert not torch.equal(torch.zeros(11, 16).index_add_(0, ids, rows.float()).bfloat16(), dense)  # rounded once
+    # wrong: a sum in fp32, rounded once
+    assert not torch.equal(torch.zeros(11, 16).index_add_(0, ids, rows.float()).bfloat16(), dense)
 
 
-def test_abandoned_read_of_head_tiles_waits_for_all_its_copies(started):
+def test_abandoned_read_of_streamed_head_tiles_waits_for_all_copies_of_tiles(started):
     class Noted(AtOnceLane):
         asked, held = [], []
 

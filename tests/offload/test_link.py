@@ -1,4 +1,4 @@
-"""The link through staging buffers, with copies that run late as on a card, and possible races."""
+"""`StagedLink` with copies that run late, as on a card, and its possible races."""
 
 import threading
 
@@ -52,8 +52,8 @@ def test_kernel_that_bypasses_layer_calls_reads_weights_that_the_host_has_update
 
 
 class Gate:
-    """Holds the host thread in the first update of a window until the training loop has done `until`, so that a race
-    does not depend on timing."""
+    """Holds the host thread in the first update of a window until the training loop has called the method given to
+    `until`, so that a race does not depend on timing."""
 
     def __init__(self, monkeypatch):
         self.patch, self.there, self.open = monkeypatch, threading.Event(), threading.Event()
@@ -116,9 +116,11 @@ def test_weights_at_the_end_of_a_run_have_the_last_update_unless_the_run_does_no
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["undisturbed", "disturbed"])
-def test_host_update_is_unaffected_by_the_loop_unless_its_gradients_are_dropped(config, monkeypatch, disturbed):
+def test_host_update_during_the_training_loop_equals_a_naive_loop_unless_host_gradients_are_dropped(
+    config, monkeypatch, disturbed
+):
     """The loop drops gradients and steps the schedule while the host still updates. In the disturbed, deliberately
-    wrong variant it also drops the gradients of the host."""
+    wrong variant the loop also drops the gradients of the host."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
     if disturbed:
@@ -190,7 +192,7 @@ def test_gradients_wait_on_the_device_up_to_a_byte_limit_and_keep_their_order():
 
 
 @pytest.mark.parametrize("ahead", [0, 160])
-def test_error_of_a_copy_down_is_raised_without_a_deadlock(ahead):
+def test_error_of_a_gradient_copy_to_the_host_is_raised_without_a_deadlock(ahead):
     """There are many more pieces than slots. If a failed slot were not released, the next piece would wait forever."""
 
     class Broken(SlowLane):
@@ -209,7 +211,7 @@ def test_error_of_a_copy_down_is_raised_without_a_deadlock(ahead):
 
 
 @pytest.mark.parametrize("ahead", [0, 160])
-def test_closed_link_receives_the_gradients_of_a_second_fit(ahead):
+def test_link_closed_after_one_fit_receives_the_gradients_of_a_second_fit(ahead):
     link, taken = StagedLink(SlowLane(), slot_bytes=64, slots=2), []
     link.ahead = ahead
     for _ in range(2):
@@ -267,7 +269,7 @@ def test_copy_on_a_card_waits_for_its_source_unless_given_an_earlier_event(lane,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_memory_of_a_pending_copy_on_a_card_is_not_reused_unless_unrecorded(lane, monkeypatch, wrong):
+def test_memory_of_a_pending_copy_on_a_card_is_not_reused_unless_record_stream_is_left_out(lane, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     slot, gradient = lane.staging(4 * ELEMENTS).view(torch.float32), torch.ones(ELEMENTS, device="cuda")

@@ -26,7 +26,7 @@ STREAM, STAY = ("weights=streamed",), ("weights=resident",)
 
 
 def traced(model, arguments, weights=STREAM, registers=True, may_fail=()):
-    """Returns the races of a training run. Args: may_fail: errors with which a wrong variant ends."""
+    """Returns the races of a training run. Args: may_fail: errors with which a wrong variant may end."""
     with watched() as found, suppress(*may_fail):
         races.run(TracedLane(found, registers), model, arguments, weights)
     return found
@@ -58,7 +58,7 @@ RIGHT = {
 @pytest.mark.rows("early steps-False", "offload-True")
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
-def test_streamed_weights_have_no_race(case, registers):
+def test_streamed_weights_have_no_data_race(case, registers):
     """With registered memory, and through staging buffers."""
     found = traced(*RIGHT[case], registers=registers)
     assert found.errors == [], said(found)
@@ -67,7 +67,7 @@ def test_streamed_weights_have_no_race(case, registers):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("model", "policy", "slots", "clip"), EVERY)
-def test_streamed_weights_have_no_race_in_any_pair_of_settings(model, policy, slots, clip):
+def test_streamed_weights_have_no_data_race_in_any_pair_of_settings(model, policy, slots, clip):
     arguments = lines(model, "loss=chunked", "max_steps=2", policy=policy, clip=clip)
     found = traced(model, arguments, (*STREAM, f"weights.slots={slots}"), registers=slots != 3)
     assert found.errors == [], said(found)
@@ -87,7 +87,9 @@ RUN = (
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("loss", ["chunked", "tiled"])
 @pytest.mark.parametrize("precision", ["bf16-master", "16-master"])
-def test_run_that_evaluates_saves_fails_and_resumes_has_no_race(fit, tmp_path, monkeypatch, precision, loss, clip):
+def test_streamed_run_that_evaluates_saves_fails_and_resumes_has_no_data_race(
+    fit, tmp_path, monkeypatch, precision, loss, clip
+):
     """The run raises an error in backward, while copies are under way, and resumes from its checkpoint."""
     lines = (*RUN, *STREAM, f"precision={precision}", f"loss={loss}", f"clip={'null' if clip == 'off' else 1.0}")
     if precision == "16-master":
@@ -126,7 +128,7 @@ def test_streamed_weights_access_no_memory_that_is_protected_during_copies(proce
 
 
 @pytest.mark.parametrize("clip", ["norm", "off"])
-def test_resident_weights_have_no_race(clip):
+def test_resident_weights_with_masters_have_no_data_race(clip):
     found = traced("llama", lines("llama", "loss=chunked", "max_steps=2", clip=clip), STAY)
     assert found.errors == [], said(found)
     assert found.checked > FEW
@@ -148,7 +150,8 @@ WRONG = {
     races.boundary_read_before_it_is_back: OFFLOAD,
     races.boundary_fetched_before_it_has_left: OFFLOAD,
 }
-# Faults that protected memory reveals: accesses of the CPU to slots, host blocks and staging, not the device's order.
+# Faults that protected memory reveals: accesses of the CPU to slots, host blocks and staging buffers. Protected
+# memory does not reveal a wrong order of the device's work.
 SHOWN = (
     races.without_hold,
     races.slot_taken_from_a_block_that_backward_reads,
@@ -163,7 +166,7 @@ def line(policy="every_layer", **how):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__.replace("_", " "))
-def test_missing_wait_is_found_as_a_race(monkeypatch, wrong):
+def test_missing_wait_between_host_and_device_is_found_as_a_data_race(monkeypatch, wrong):
     arguments, how = line(**WRONG[wrong])
     wrong(monkeypatch)
     found = traced(*arguments, **how, may_fail=[NotFinite])
@@ -172,7 +175,7 @@ def test_missing_wait_is_found_as_a_race(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("wrong", SHOWN, ids=lambda wrong: wrong.__name__.replace("_", " "))
-def test_missing_wait_reads_protected_memory_and_crashes(processes, tmp_path, wrong):
+def test_missing_wait_between_host_and_device_accesses_protected_memory_and_crashes(processes, tmp_path, wrong):
     arguments, how = line(**WRONG[wrong])
     code, stack = closed(processes, tmp_path, *arguments, wrong=wrong.__name__, **how)
     assert code == -signal.SIGSEGV and "lowmem" in stack, (code, stack)
@@ -180,8 +183,8 @@ def test_missing_wait_reads_protected_memory_and_crashes(processes, tmp_path, wr
 
 @pytest.mark.parametrize("waits", [True, False], ids=["registered", "not registered"])
 def test_host_block_is_updated_after_its_last_copy_unless_the_copy_is_not_registered(waits):
-    """In training, the gradient of an update depends on the copied weight, which also orders the copy and the update.
-    Only `update_block` orders an update and a copy that is not used."""
+    """In training, the gradient of an update depends on the copied weight, so the update follows the copy in any case.
+    Only `update_block` orders an update after a copy that is not used."""
     with watched() as found:
         lane, host_block = TracedLane(found), HostBlock([nn.Parameter(torch.ones(64))])
         staged, up = StagedLink(lane, 4096, 2), Registered(lane, [host_block.flat])

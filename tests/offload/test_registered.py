@@ -1,4 +1,4 @@
-"""Host memory of streamed weights: registered for the card and unregistered, or copied through staging slots."""
+"""Host memory of streamed weights: registered with CUDA and unregistered, or copied through staging slots."""
 
 import threading
 from collections import deque
@@ -95,7 +95,7 @@ def test_streamed_weights_have_equal_bits_registered_or_staged_and_memory_is_unr
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "forgetful"])
-def test_staging_slot_is_refilled_after_its_copy_has_completed_unless_forgetful(wrong):
+def test_staging_slot_is_refilled_after_its_copy_unless_copies_count_as_complete_at_once(wrong):
     lane, source = Container(0), bytes_(4000)
     way, to = Registered(lane, [source], slot_bytes=64), torch.zeros_like(source)
     if wrong:
@@ -118,7 +118,7 @@ def test_training_loop_does_not_wait_for_host_copies_into_staging():
     way.close()
 
 
-def test_copies_up_keep_their_order_if_only_some_use_staging():
+def test_copies_to_the_device_keep_their_order_if_only_some_use_staging():
     """All copies go into one slot, each after the previous copy, as if the slot were released unread."""
     sources = [bytes_(640) for _ in range(4)]
     way, to = Registered(Container(2), sources, slot_bytes=64), torch.zeros(640, dtype=torch.uint8)
@@ -147,7 +147,7 @@ def test_error_of_a_staged_copy_is_raised_where_it_is_awaited_and_memory_is_unre
 
 @pytest.mark.parametrize("most", [0, 9])
 def test_streamed_evaluation_in_inference_mode_has_the_logits_of_resident_weights(monkeypatch, most):
-    """Torch's inference mode is a setting of each thread."""
+    """Inference mode is thread-local: the "staging" thread does not inherit the mode."""
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
     whole, apart = (network("llama", tie_word_embeddings=False).eval() for _ in range(2))
     weights = Streamed(apart, head_in_tiles=True)
@@ -203,7 +203,7 @@ def test_memory_registered_on_a_card_is_pinned_in_place_until_unregistered(lane)
 @pytest.mark.gpu
 def test_registered_memory_on_a_card_is_unregistered_when_freed(lane):
     array = bytes_(5_000_000).numpy()
-    memory, view = torch.from_numpy(array), torch.from_numpy(array)  # the same memory, which lives on
+    memory, view = torch.from_numpy(array), torch.from_numpy(array)  # the same memory, which outlives `memory`
     assert lane.register(memory) is None and view.is_pinned()
     del memory
     assert not view.is_pinned()

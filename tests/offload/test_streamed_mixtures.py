@@ -1,4 +1,4 @@
-"""Mixtures of experts with streamed weights are bit-exact with resident weights, in both orders."""
+"""Mixtures of experts train with the bits of resident weights if streamed by layer or by micro-batch."""
 
 import pytest
 from benchmarks.architectures import shrunk

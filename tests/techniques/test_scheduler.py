@@ -18,7 +18,7 @@ def rates(make, steps, **arguments):
     return seen
 
 
-def test_constant_schedule_warms_up_from_above_zero_to_lr():
+def test_constant_schedule_warms_up_to_lr_with_a_first_step_above_zero():
     assert rates(scheduler.constant, 6, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
 
 
@@ -32,7 +32,7 @@ def test_cosine_schedule_falls_to_zero_along_half_a_wave():
     assert rates(scheduler.cosine, 20, warmup_steps=0, total_steps=8)[-1] == 0.0
 
 
-def test_run_shorter_than_its_warm_up_only_warms_up():
+def test_learning_rate_of_a_run_shorter_than_its_warm_up_only_rises():
     assert rates(scheduler.cosine, 3, warmup_steps=4, total_steps=2) == [0.5, 1.0, 1.5]
 
 

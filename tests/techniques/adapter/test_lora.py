@@ -49,7 +49,7 @@ def logits(model):
 
 
 def folder(at, model, **changes):
-    """Write an adapter folder as PEFT does, and return its path."""
+    """Writes an adapter folder as PEFT does, and returns its path."""
     from peft import get_peft_model_state_dict
 
     at.mkdir()

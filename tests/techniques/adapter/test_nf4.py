@@ -248,14 +248,14 @@ def test_fused_4_bit_experts_equal_experts_quantized_as_separate_layers(rows, co
 
 
 @pytest.mark.wrong
-def test_experts_quantized_as_a_single_matrix_get_other_values():
+def test_experts_quantized_to_4_bits_as_a_single_matrix_get_other_values():
     experts = torch.randn(3, 128, 192) * torch.tensor([1.0, 4.0, 9.0])[:, None, None]
     layer = nn.Linear(192, 3 * 128, bias=False)
     layer.weight.data = experts.flatten(0, 1)
     assert not torch.equal(nf4.NF4Stack(experts).dequantized(torch.float32).flatten(0, 1), NF4Linear(layer).weight)
 
 
-def test_quantizing_a_model_without_blocks_is_refused():
+def test_quantizing_a_model_without_blocks_to_4_bits_is_refused():
     model = small("llama", num_hidden_layers=0)
     with pytest.raises(Refused, match="adapter=lora"):
         nf4.quantize(model)

@@ -1,4 +1,4 @@
-"""A streamed frozen base in 4 or 16 bits: it gives the bits of a resident base, and is copied in one direction only."""
+"""A streamed frozen base in 4 or 16 bits gives the bits of a resident base, and is never copied back to the host."""
 
 from contextlib import suppress
 

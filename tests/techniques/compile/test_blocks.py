@@ -81,7 +81,7 @@ def test_compiled_blocks_have_equal_gradient_bits_with_and_without_checkpointing
     kept = gradients(compiled(shaped("gpt2", dropout=dropout)))
     again = compiled(shaped("gpt2", dropout=dropout), POLICIES[policy])
     assert torch.equal(gradients(again), kept)
-    assert graphs() == 2  # one of each model
+    assert graphs() == 2  # one per model
 
 
 @pytest.mark.wrong
@@ -185,7 +185,7 @@ def test_compiled_blocks_need_no_more_memory_than_eager_blocks(policy, backend, 
     POLICIES[policy](eager)
     limit = 1.02 * peak_bytes(eager, tmp_path)
     assert peak_bytes(compiled(deep(), POLICIES[policy], backend), tmp_path) <= limit
-    if policy != "none":  # the wrong variant: without checkpointing
+    if policy != "none":  # wrong: without checkpointing
         assert peak_bytes(compiled(deep()), tmp_path) > limit
 
 
@@ -200,13 +200,13 @@ def test_gradients_with_an_activation_memory_budget_equal_eager_gradients_within
 
 
 @pytest.mark.matrix
-def test_memory_budget_with_inductor_has_the_loss_of_eager_blocks(fit):
+def test_activation_memory_budget_with_inductor_has_the_loss_of_eager_blocks(fit):
     plain, _ = fit("seq_len=32")
     budget, _ = fit("seq_len=32", "compile=blocks", "compile.activation_memory_budget=0.1", folder="b")
     assert budget["val_loss"] == pytest.approx(plain["val_loss"], rel=GENERATED)
 
 
-def test_smaller_memory_budget_saves_fewer_bytes_for_backward():
+def test_smaller_activation_memory_budget_saves_fewer_bytes_for_backward():
     """The bytes are counted where autograd saves tensors for backward."""
     saved = []
     for share in (1.0, 0.5, 0.0):
@@ -229,7 +229,7 @@ def test_smaller_memory_budget_saves_fewer_bytes_for_backward():
 
 
 @pytest.mark.parametrize("order", ["by_micro_batch", pytest.param("by_layer", marks=pytest.mark.matrix)])
-def test_streamed_weights_with_a_memory_budget_give_the_bits_of_resident_weights(config, order):
+def test_streamed_weights_with_an_activation_memory_budget_give_the_bits_of_resident_weights(config, order):
     arguments = lines("llama", *BUDGET, "max_steps=3", precision="bf16-master", policy="every_layer")
     resident = trained(config, ["weights=resident"], "llama", arguments)
     streamed = trained(config, ["weights=streamed", f"weights.order={order}"], "llama", arguments)
@@ -237,12 +237,12 @@ def test_streamed_weights_with_a_memory_budget_give_the_bits_of_resident_weights
 
 
 @pytest.mark.parametrize("share", [-0.1, 2])
-def test_memory_budget_outside_0_to_1_is_refused(share):
+def test_activation_memory_budget_outside_0_to_1_is_refused(share):
     with pytest.raises(Refused, match=rf"compile\.activation_memory_budget={share}: give a number between 0 and 1"):
         compile_blocks(nn.Sequential(nn.Linear(2, 2)), "aot_eager", share)
 
 
-def test_memory_budget_without_support_in_torch_is_refused(monkeypatch):
+def test_activation_memory_budget_without_support_in_torch_is_refused(monkeypatch):
     monkeypatch.setattr("lowmem.techniques.compile.blocks.has_memory_budget", lambda: False)
     with pytest.raises(Refused, match="does not have this setting"):
         compile_blocks(nn.Sequential(nn.Linear(2, 2)), "aot_eager", 0.5)

@@ -1,4 +1,4 @@
-"""Offloaded block inputs on a card: pinned memory, copy streams and waits. A CPU is tested in test_limit.py."""
+"""Offloaded block inputs on a card: pinned memory, copy streams and waits. tests/memory/test_limit.py tests a CPU."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def busy():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_fetched_block_input_is_complete_unless_the_card_skips_the_wait(busy, monkeypatch, wrong):
+def test_fetched_block_input_on_a_card_is_complete_unless_the_wait_for_its_copy_is_left_out(busy, monkeypatch, wrong):
     """The deliberately wrong variant: the device waits for no copy."""
     tensor = torch.randn(ELEMENTS, device="cuda", requires_grad=True)
     kept = tensor.detach().clone()
@@ -41,7 +41,9 @@ def test_fetched_block_input_is_complete_unless_the_card_skips_the_wait(busy, mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_memory_of_an_offloaded_block_input_is_not_reused_before_its_copy_unless_unrecorded(busy, monkeypatch, wrong):
+def test_memory_of_an_offloaded_block_input_is_not_reused_early_unless_record_stream_is_left_out(
+    busy, monkeypatch, wrong
+):
     if wrong:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     tensor = torch.ones(ELEMENTS, device="cuda")
@@ -55,7 +57,7 @@ def test_memory_of_an_offloaded_block_input_is_not_reused_before_its_copy_unless
 
 
 @pytest.mark.gpu
-def test_fetching_a_block_input_prefetches_the_previous_block_input(busy):
+def test_fetching_a_block_input_on_a_card_prefetches_only_the_previous_block_input(busy):
     make = Chain().make
     tensors = [torch.full((ELEMENTS,), float(n), device="cuda") for n in range(3)]
     made = [make(block, tensor) for block, tensor in enumerate(tensors)]
@@ -71,7 +73,9 @@ SIZES = {"cpu": (), "cuda": ("model.architecture.n_embd=512", "seq_len=512", "ba
 
 @each_device
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_offloaded_block_inputs_give_equal_weights_unless_rolled(fit, deterministic, monkeypatch, device, wrong):
+def test_offloaded_block_inputs_give_equal_weights_unless_fetched_block_inputs_are_shifted(
+    fit, deterministic, monkeypatch, device, wrong
+):
     """The deliberately wrong variant: each block input comes back rolled by one element."""
     lines = (*RUN, *SIZES[device], f"device={device}")
     _, resident = fit(*lines, "gradient_checkpointing=every_layer", folder="resident")

@@ -58,7 +58,7 @@ def test_checkpointing_gives_the_gradient_bits_of_no_checkpointing_on_any_archit
 
 
 @pytest.mark.wrong
-def test_recomputation_without_the_random_state_changes_the_gradients(batch, monkeypatch):
+def test_checkpoint_recomputation_without_the_random_state_changes_the_gradients(batch, monkeypatch):
     """The deliberately wrong variant: recomputation draws other dropout masks."""
     kept = gradients(shaped("gpt2", dropout=0.3), batch)
     again = checkpointing.BlockCall.again
@@ -80,7 +80,7 @@ def test_recomputation_without_the_random_state_changes_the_gradients(batch, mon
     [("gpt2", False), ("llama", False), ("gpt2", True)],
     ids=["gpt2", "llama", "gpt2 forgetful"],
 )
-def test_checkpointing_on_a_card_gives_the_gradient_bits_of_none_unless_forgetful(
+def test_checkpointing_on_a_card_gives_the_gradient_bits_of_none_unless_random_state_is_not_restored(
     model_type, batch, deterministic, monkeypatch, forgetful
 ):
     """With dropout, whose masks the card draws. The forgetful variant draws other masks in recomputation."""
@@ -115,7 +115,9 @@ class Thin(nn.Module):
 @pytest.mark.parametrize(
     ("apply", "exponent", "within"), [(checkpointing.none, 1.0, 0.05), (checkpointing.segments, 0.5, 0.07)]
 )
-def test_peak_memory_of_thin_layers_grows_with_the_depth_to_the_given_exponent(apply, exponent, within):
+def test_peak_memory_grows_linearly_with_depth_or_as_its_square_root_with_checkpointed_segments(
+    apply, exponent, within
+):
     depths, peaks = (16, 36, 64, 144, 256, 400), []
     for n in depths:
         model = nn.Sequential(*(Thin() for _ in range(n))).train()
@@ -132,7 +134,7 @@ BOUNDARY = 4 * 128 * 64 * 4  # batch x tokens x width x bytes of fp32
 def block_peak(apply, layers):
     """Returns the peak in units of a block input. The vocabulary is small, so that blocks dominate."""
     torch.manual_seed(0)
-    ends = {"bos_token_id": None, "eos_token_id": None}  # gpt2's are not in this vocabulary
+    ends = {"bos_token_id": None, "eos_token_id": None}  # GPT-2's ids are not in this vocabulary
     model = network(n_layer=layers, n_embd=64, n_positions=128, vocab_size=50, **ends)
     apply(model)
     ids = torch.randint(0, 50, (4, 128))
@@ -159,7 +161,8 @@ def test_selective_checkpointing_more_than_halves_the_peak_of_no_checkpointing()
     kept, some, least = (
         block_peak(apply, 16) for apply in (checkpointing.none, checkpointing.selective, checkpointing.every_layer)
     )
-    # qkv 3, attention 1 and its statistics, projection 1, mlp 4 + 1, and the block input: 11 to 12 of ~28 per block
+    # saved per block, in block inputs: qkv 3, attention 1 and its statistics, projection 1, MLP 4 + 1, and the block
+    # input itself: 11 to 12 of about 28
     assert least < some < 0.5 * kept
 
 

@@ -53,7 +53,7 @@ CHANGES = (scaled, gated, added, through_a_view, unseen_by_autograd, without_a_c
 
 
 class Block(nn.Module):
-    """Changes the product of a linear layer before it is used."""
+    """Changes the output of a linear layer in place, and then uses the changed output."""
 
     def __init__(self, change):
         super().__init__()
@@ -128,7 +128,7 @@ def test_selective_checkpointing_of_results_changed_in_place_keeps_the_gradient_
 
 
 def gemma3n():
-    """Returns a model whose blocks add to products in place."""
+    """Returns a model whose blocks add in place to the outputs of linear layers."""
     shape = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 500, "laurel_rank": 8}
     shape |= {
         "layer_types": ["full_attention"] * 2,
@@ -174,7 +174,7 @@ class Drops(nn.Module):
         return h + nn.functional.dropout(attention(torch.tanh(self.up(h)), self.dropout), 0.3)
 
 
-def test_dropout_after_attention_with_dropout_draws_equal_masks_in_recomputation(monkeypatch):
+def test_selective_recomputation_draws_equal_dropout_masks_after_attention_with_dropout(monkeypatch):
     monkeypatch.setattr(selective, "EXPENSIVE", (*selective.EXPENSIVE, attention._opoverload))
 
     def make(dropout):
@@ -188,7 +188,7 @@ def test_dropout_after_attention_with_dropout_draws_equal_masks_in_recomputation
 
 
 @pytest.mark.parametrize(("change", "held"), [(untouched, True), (scaled, False)])
-def test_saved_result_is_kept_until_backward_unless_changed_in_place(change, held):
+def test_selective_checkpointing_keeps_a_result_until_backward_unless_the_result_is_changed_in_place(change, held):
     model = nn.Sequential(Block(change)).train()
     checkpointing.selective(model)
     loss = model(torch.randn(BATCH, TOKENS, WIDTH)).sum()
@@ -265,7 +265,7 @@ class Attends(nn.Module):
 
 
 class Counts(torch_private.TorchDispatchMode):
-    """Counts attention's operators, forward and backward."""
+    """Counts the calls of attention operators in forward and in backward."""
 
     def __init__(self):
         super().__init__()
@@ -302,7 +302,9 @@ class Flat(selective.OffloadedTensor):
 
 
 @pytest.mark.parametrize("wrong", [None, First, Flat])
-def test_offload_attention_does_not_recompute_attention_and_keeps_the_gradients_unless_wrong(monkeypatch, wrong):
+def test_offload_attention_does_not_recompute_attention_and_keeps_the_gradients_unless_results_are_wrong(
+    monkeypatch, wrong
+):
     kept = gradients(attending, checkpointing.none)
     if wrong is not None:
         monkeypatch.setattr(selective, "OffloadedTensor", wrong)
@@ -316,7 +318,6 @@ def test_offload_attention_does_not_recompute_attention_and_keeps_the_gradients_
 
 
 def test_offload_attention_stores_block_inputs_and_attention_results_in_host_memory():
-    """The host holds the block inputs, as with `offload`, and attention's results."""
     on_host = {}
     for name in ("offload", "offload_attention"):
         tensors, make = [], boundary.OnHost.__init__
@@ -329,5 +330,5 @@ def test_offload_attention_stores_block_inputs_and_attention_results_in_host_mem
             patched.setattr(boundary.OnHost, "__init__", seen)
             gradients(attending, getattr(checkpointing, name))
         on_host[name] = sum(tensors)
-    results = 3 * BATCH * (TOKENS * WIDTH + 2 * TOKENS) * 4  # the output and a number per head and row, fp32
+    results = 3 * BATCH * (TOKENS * WIDTH + 2 * TOKENS) * 4  # the output, and a number per head and token, in fp32
     assert on_host["offload_attention"] == on_host["offload"] + results

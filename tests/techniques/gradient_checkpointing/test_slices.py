@@ -24,7 +24,7 @@ from tolerances import FP32_REORDERED
 pytestmark = pytest.mark.kernels
 TOKENS = 7  # of 32: the last slice has four
 EACH = {"none": checkpointing.none, **SEGMENTED}
-SHAPES = ("gpt2", "llama", "gemma2")  # a fused norm; an MLP at the end of its block; a norm behind it
+SHAPES = ("gpt2", "llama", "gemma2")  # a fused LayerNorm; a block that ends with its MLP; a norm after the MLP
 
 
 def tiled(model, apply=checkpointing.none, tokens=TOKENS):
@@ -71,7 +71,7 @@ def test_single_slice_of_the_whole_sequence_has_the_gradient_bits_of_no_slicing(
 
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["right", "forgetful"])
-def test_dropout_in_slices_repeats_its_masks_in_recomputation_unless_forgetful(batch, monkeypatch, forgetful):  # noqa: F811
+def test_dropout_in_slices_repeats_masks_in_recomputation_unless_random_state_is_lost(batch, monkeypatch, forgetful):  # noqa: F811
     """The masks differ from masks without slices, but are equal with every policy. The forgetful variant does not
     restore the random state."""
     kept = gradients(tiled(shaped("gpt2", dropout=0.3)), batch)

@@ -36,7 +36,7 @@ def value_and_gradients(model, loss, batch, scale=1.0):
 
 
 def worst(ours, theirs):
-    """Largest difference of any gradient, relative to that gradient's largest element."""
+    """Returns the largest difference of any gradient, relative to the largest element of that gradient."""
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True))
 
 
@@ -190,7 +190,7 @@ def test_chunked_evaluation_holds_one_chunk_at_a_time(batch):
 
     assert largest(True, 15) <= largest(False, 15)
     head, chunk = 2000 * WIDTH * 4, 15 * 2000 * 4
-    assert largest(True, 15) < head + 2.5 * chunk  # logits and their log-softmax; with the previous chunk's, 4
+    assert largest(True, 15) < head + 2.5 * chunk  # logits and their log-softmax; 4 if the previous chunk were kept
 
 
 def test_full_and_chunked_loss_and_gradients_are_zero_if_all_labels_are_ignored(batch):
@@ -200,8 +200,8 @@ def test_full_and_chunked_loss_and_gradients_are_zero_if_all_labels_are_ignored(
         assert value == 0.0 and not any(g.any() for g in gradients)
 
 
-def test_losses_call_the_model_with_all_inputs_of_the_micro_batch(batch):
-    """This holds for each forward pass, including the passes over chunks."""
+def test_full_and_chunked_loss_call_the_model_with_all_inputs_of_the_micro_batch(batch):
+    """Includes the calls that only apply the operations around the head to a chunk."""
     model, seen = network("gemma2", **AROUND["gemma2"]), []
     batch = replace(batch, position_ids=torch.arange(20).remainder(7).expand(3, -1))
     model.forward = lambda _forward=model.forward, **inputs: seen.append(inputs) or _forward(**inputs)
@@ -260,7 +260,7 @@ def test_run_with_chunked_loss_is_refused_if_chunked_logits_disagree_with_the_mo
 
 
 @pytest.mark.parametrize("rows", [0, -3, "abc", None, True, 1.5])
-def test_invalid_chunk_size_is_refused(rows):
+def test_invalid_chunk_size_of_the_chunked_loss_is_refused(rows):
     with pytest.raises(Refused, match="whole number of tokens"):
         losses.Chunked(rows)
 
@@ -276,7 +276,7 @@ class ByPlace(GPT2LMHeadModel):
 
 
 class Masked(GPT2LMHeadModel):
-    """Sets one logit to the smallest number of its dtype, and multiplies the others by `factor`."""
+    """Sets one logit to the most negative number of its dtype, and multiplies the others by `factor`."""
 
     def forward(self, **inputs):
         output = super().forward(**inputs)
@@ -290,7 +290,7 @@ class Readout(nn.Linear):
         return super().forward(hidden) / 4
 
 
-def test_verify_refuses_position_dependent_logits_head_hooks_and_custom_heads(batch):
+def test_verify_refuses_chunked_loss_for_position_dependent_logits_head_hooks_and_custom_heads(batch):
     loss = losses.Chunked(ROWS)
     model = network().eval()
     model.__class__ = ByPlace

@@ -81,7 +81,6 @@ def test_kto_loss_and_gradient_equal_the_fp64_reference(options, columns):
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen3"])
 def test_kto_loss_and_gradient_equal_the_fp64_reference_with_tied_and_capped_heads(model_type):
-    """Heads may be tied to the embedding, and logits may be capped."""
     model, kto = network(model_type), KTO(columns=64)
     batch = rows(model).micro_batch(np.arange(ANSWERS))
     loss, theirs = expected(model, batch)
@@ -194,7 +193,7 @@ CUT = [("fp32", name) for name in WEIGHTS] + [("bf16", name) for name in WEIGHTS
 
 @pytest.mark.parametrize(("products", "weights"), CUT)
 def test_kto_window_has_equal_gradients_in_one_and_in_four_micro_batches(config, monkeypatch, products, weights):
-    """With products in fp32 both compute the same function; with products in bf16 only rounding may be added."""
+    """With products in fp32 both ways compute the same function; products in bf16 may only add rounding errors."""
     if products == "fp32":
         products_in_fp32(monkeypatch)
     bound = WINDOW_IN_MICRO_BATCHES[products]
@@ -307,7 +306,7 @@ def test_kto_metrics_of_a_kind_of_answers_absent_from_validation_are_empty(fit, 
 
 
 def test_kto_metrics_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(fit, tmp_path):
-    """One of nine answers is undesirable, so four of five micro-batches have no undesirable answer."""
+    """One of nine answers is undesirable. With two answers per micro-batch, four of five micro-batches have none."""
     found = []
     for size in (2, 12):
         lines = "max_steps=1", "lr=1e-12", f"batch_size={size}"

@@ -1,4 +1,4 @@
-"""Losses of pairs, compared with an independent implementation in fp64: values, gradients, memory and learning."""
+"""Preference losses, compared with an independent implementation in fp64: values, gradients, memory and learning."""
 
 import json
 import random
@@ -71,7 +71,6 @@ def test_preference_loss_and_gradient_equal_the_fp64_reference(name, options, co
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma2", "qwen3"])
 def test_dpo_loss_and_gradient_equal_the_fp64_reference_with_tied_and_capped_heads(model_type):
-    """Heads may be tied to the embedding, and logits may be capped."""
     model = network(model_type)
     batch = rows(model)
     loss, theirs = expected("dpo", model, batch)
@@ -80,7 +79,7 @@ def test_dpo_loss_and_gradient_equal_the_fp64_reference_with_tied_and_capped_hea
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_packed_pairs_give_the_loss_and_gradient_of_padded_pairs(name):
+def test_packed_pairs_have_the_preference_loss_and_gradient_of_padded_pairs(name):
     model = network("llama")
     packed, padded = rows(model, packed=True), rows(model)
     theirs = LOSSES[name]()(model, padded)

@@ -51,7 +51,7 @@ def test_tiled_loss_equals_full_and_chunked_loss(model_type, columns, batch):
 @pytest.mark.parametrize("held", ["fp32", "16 bits"])
 def test_full_and_tiled_loss_in_16_bits_have_fp32_gradients_within_tolerance(dtype, tolerance, held, batch):
     model = network()
-    model.to(dtype).float()  # the same numbers
+    model.to(dtype).float()  # fp32 weights that 16 bits represent exactly
     _, exact = value_and_gradients(model, losses.full, batch)
     if held == "16 bits":
         model.to(dtype)
@@ -188,7 +188,7 @@ def test_tiled_evaluation_needs_memory_for_the_logits_of_one_tile_only(batch):
     with StorageTracker(ledger.storages()) as tracker, torch.no_grad():
         value = tiled(model, batch)
     others = max(point.total - point.bytes["weights"] for point in tracker.timeline())
-    assert others < 60 * COLUMNS * 4 + 3 * TALL * 4 + 5 * 60 * WIDTH * 4  # 5: with zeros that probe the head
+    assert others < 60 * COLUMNS * 4 + 3 * TALL * 4 + 5 * 60 * WIDTH * 4  # 5: with the zeros that probe the head
     assert others < 60 * TALL * 4 / 8
     assert value.item() == pytest.approx(losses.full(model, batch).item(), rel=FP32_REORDERED)
 
@@ -215,7 +215,7 @@ def test_tiled_loss_and_gradients_are_zero_if_all_labels_are_ignored(batch):
 
 
 @pytest.mark.parametrize("columns", [0, -3, "abc", None, True, 1.5])
-def test_invalid_tile_size_is_refused(columns):
+def test_invalid_tile_size_of_the_tiled_loss_is_refused(columns):
     with pytest.raises(Refused, match=r"whole number of vocabulary entries.* loss\.columns=4096"):
         Tiled(columns)
 
@@ -238,7 +238,7 @@ def test_tiled_loss_for_logits_that_depend_on_other_tiles_or_tokens_is_refused(c
         Tiled(COLUMNS).verify(model, batch)
 
 
-def test_probing_the_operations_around_the_head_does_not_call_the_head(batch, monkeypatch):
+def test_probing_a_model_for_operations_around_the_head_does_not_call_the_head(batch, monkeypatch):
     model = network("llama", tie_word_embeddings=False)
     monkeypatch.setattr(model.lm_head, "forward", None)
     assert enter(model, batch.inputs).finish is None

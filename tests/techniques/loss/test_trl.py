@@ -1,7 +1,8 @@
 """Preference losses, compared with TRL: both train the same network on the same text for 20 steps, in fp32 on the CPU.
 
-TRL gets text and a tokenizer of words, and lowmem gets its tokens, which are written out here. Each side computes
-its own reference, and has its own loop, loss and AdamW. TRL is not a dependency: without TRL these tests are skipped.
+TRL gets text and a tokenizer of words. lowmem gets the token ids of this text, which are written out here. Each side
+computes its own reference, and has its own loop, loss and AdamW. TRL is not a dependency: without TRL these tests are
+skipped.
 
 TRL defines two losses differently from their papers and from lowmem:
 
@@ -92,8 +93,8 @@ class Rated(NamedTuple):
 
 
 class Course(NamedTuple):
-    """Holds what a trainer computed before each step: the losses, (steps,), and the rewards of both kinds of answer,
-    (steps, 2)."""
+    """Losses (steps,) and mean rewards (steps, 2) of a run, computed before each step. The rewards are of chosen and
+    rejected answers, or of desirable and undesirable answers."""
 
     losses: np.ndarray
     rewards: np.ndarray
@@ -120,7 +121,7 @@ def pairs(alike=False):
 
 
 def ratings():
-    """Returns rated answers of the same pairs; in each batch two or three of four are desirable."""
+    """Returns rated answers of the pairs of `pairs()`. In each batch two or three of four answers are desirable."""
     labels = [True, False, True, True, False, True, False, True]
     return [
         Rated(pair.prompt, pair.chosen if number % 3 else pair.rejected, labels[number % len(labels)])
@@ -129,7 +130,7 @@ def ratings():
 
 
 class Written(Rows):
-    """Rows of pairs in their given order. Args: reference: (pairs, 2); None: not computed yet."""
+    """Rows of pairs in their given order. `reference` has shape (pairs, 2); None: not computed yet."""
 
     seq_len, reference = 32, None
 
@@ -150,7 +151,7 @@ class Written(Rows):
 
 
 class WrittenRatings(Written):
-    """Rows of rated answers. Args: reference: (answers, 2)."""
+    """Rows of rated answers. `reference` (answers, 2) is of the answers and of the mismatched answers."""
 
     def micro_batch(self, indices):
         rated = [self.pairs[index] for index in indices]
@@ -186,8 +187,8 @@ def tensors(rows):
 
 
 class Watch(Callback):
-    """Records the loss and the rewards of every step. Args: per_token: rewards are means over tokens, as in IPO; sums
-    are recorded, as in TRL."""
+    """Records the loss and the rewards of every step. Args: per_token: the loss's rewards are means over tokens, as in
+    IPO; their sums are recorded, as in TRL."""
 
     def __init__(self, per_token):
         self.per_token, self.losses, self.rewards = per_token, [], []

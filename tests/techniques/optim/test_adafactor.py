@@ -213,7 +213,7 @@ def test_adafactor_step_raises_resident_memory_by_less_than_a_quarter_of_the_fp3
 
 
 def test_adafactor_step_traced_with_fake_tensors_has_few_enough_operators_for_an_8b_model(monkeypatch):
-    """The planner traces the step without allocating memory, so the number of operators must be small."""
+    """The planner traces the step operator by operator, so the number of operators must be small."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 22)
     shape = (20 * 1024, 4096)
     with ShapeMode() as shapes:

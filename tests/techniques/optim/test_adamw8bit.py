@@ -92,7 +92,7 @@ LONGEST = 2.4
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_adamw8bit_steps_stay_within_the_bound_where_second_moments_are_tiny(way):
+def test_adamw8bit_steps_stay_below_2_4_lr_where_second_moments_are_tiny(way):
     assert longest_step() < LONGEST
 
 
@@ -220,14 +220,14 @@ def test_adamw8bit_without_a_compiler_equals_the_native_step_within_rounding(n, 
 
 
 @linux
-def test_compiler_runs_in_a_separate_terminal_session(tmp_path):
+def test_cpp_compiler_runs_in_a_separate_terminal_session(tmp_path):
     """Otherwise Ctrl-C would interrupt the compiler too: a terminal signals all foreground processes of its session."""
     compiled._compile(["sh", "-c", f"cut -d' ' -f6 /proc/self/stat > {tmp_path}/session"])
     assert int((tmp_path / "session").read_text()) not in (0, os.getsid(0))
 
 
 @needs_compiler
-def test_compiler_failure_is_logged_and_returns_no_library(monkeypatch, caplog, tmp_path):
+def test_cpp_compiler_failure_is_logged_and_returns_no_library(monkeypatch, caplog, tmp_path):
     source = tmp_path / "broken.cpp"
     source.write_text("this is not C++")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -347,7 +347,7 @@ def test_split_weights_rounded_to_nearest_even_change_in_a_step_of_zero_length(m
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-@pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # the inverse of the first is finite, the inverse of the second is not
+@pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # 127**2 / m is finite for the first, infinite for the second
 def test_adamw8bit_treats_a_block_of_tiny_gradients_as_zero(way, tiny):
     """Otherwise codes would be computed from infinity, and the codes of zeros from NaN."""
     p = nn.Parameter(torch.ones(4096))

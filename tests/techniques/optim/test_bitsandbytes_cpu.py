@@ -1,4 +1,4 @@
-"""bitsandbytes' 8-bit step on a CPU in one pass: its bits, its error compared with bitsandbytes, and its state."""
+"""The 8-bit optimizers of bitsandbytes with a compiled CPU step: its bits, its error, and its state."""
 
 from copy import deepcopy
 
@@ -55,8 +55,9 @@ def widely_spread(dtype, steps=6, rows=73, columns=333):
 
 
 def written_out(name, p, state, g, step, config):
-    """Returns the new weights of the same step in plain operators, as in bitsandbytes except for the codes.
-    Fused multiply-adds are written out, because torch's operators fuse only on some processors."""
+    """Returns the new fp32 weights (n,) after a step in plain operators, and updates `state`. The step is the step of
+    bitsandbytes, except for the choice of codes. Fused multiply-adds are written out, because torch's operators fuse
+    only on some processors."""
     (beta1, beta2), lr, keep = config["betas"], config["lr"], 1 - config["lr"] * config["weight_decay"]
     g, p = g.float().flatten(), p.float().flatten().mul(keep)
     m = _decoded(state, 1)
@@ -96,7 +97,7 @@ def _encode(x, state, i):
 
 
 def deviating(make, optim, dtype, decay):
-    """Returns the names of the tensors that differ between the pass and `written_out` after some steps."""
+    """Returns the names of the tensors that differ between the compiled step and `written_out` after some steps."""
     p, ours = make(optim, torch.randn(73, 333).mul(0.02).to(dtype), f"optim.weight_decay={decay}")
     (group,) = ours.param_groups
     plain, state = p.detach().clone(), None
@@ -117,14 +118,14 @@ def deviating(make, optim, dtype, decay):
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_cpu_8_bit_pass_has_the_bits_of_the_step_in_plain_operators(make, optim, dtype, decay):
+def test_compiled_8_bit_cpu_step_has_the_bits_of_a_reference_in_plain_operators(make, optim, dtype, decay):
     assert deviating(make, optim, dtype, decay) == set()
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_cpu_8_bit_step_without_a_compiler_equals_the_compiled_pass_within_rounding(
+def test_8_bit_cpu_step_without_a_compiler_equals_the_compiled_step_within_rounding(
     make, without_compiler, optim, dtype
 ):
     def stepped():
@@ -146,7 +147,7 @@ def test_cpu_8_bit_step_without_a_compiler_equals_the_compiled_pass_within_round
 
 @pytest.mark.wrong
 @needs_compiler
-def test_cpu_operators_of_bitsandbytes_differ_from_the_8_bit_step_in_plain_operators(make, as_bitsandbytes_does):
+def test_cpu_operators_of_bitsandbytes_differ_from_the_8_bit_reference_in_plain_operators(make, as_bitsandbytes_does):
     as_bitsandbytes_does()
     assert {"weights", "state1", "state2"} <= deviating(make, "adam8bit", torch.float32, 0.0)
 
@@ -165,7 +166,7 @@ def off(make, kind, *overrides, steps=20):
 
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
-def test_cpu_8_bit_pass_error_is_no_larger_than_the_error_of_bitsandbytes(make, as_bitsandbytes_does, kind):
+def test_compiled_8_bit_cpu_step_error_is_no_larger_than_the_error_of_bitsandbytes(make, as_bitsandbytes_does, kind):
     ours = off(make, kind)
     as_bitsandbytes_does()
     assert ours <= max(off(make, kind), 1e-6)  # 1e-6: for a constant gradient both are exact within fp32
@@ -173,8 +174,9 @@ def test_cpu_8_bit_pass_error_is_no_larger_than_the_error_of_bitsandbytes(make, 
 
 @needs_compiler
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_bitsandbytes_continues_from_the_state_of_the_cpu_8_bit_pass(make, as_bitsandbytes_does, optim):
-    """The state has the same names and dtypes, and the next step is nearly equal. A card continues in this way."""
+def test_bitsandbytes_continues_from_the_state_of_the_compiled_8_bit_cpu_step(make, as_bitsandbytes_does, optim):
+    """The state has the same names and dtypes, and the next step is nearly equal. A run resumed on a card
+    relies on this."""
 
     def stepped(p, ours, seed):
         p.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
@@ -195,7 +197,7 @@ def test_bitsandbytes_continues_from_the_state_of_the_cpu_8_bit_pass(make, as_bi
     }
 
 
-def test_zero_in_a_stored_second_moment_map_is_replaced_when_state_is_restored(make):
+def test_zero_in_a_saved_8_bit_code_map_of_second_moments_is_replaced_when_state_is_restored(make):
     p, ours = make("adam8bit", torch.randn(64, 256))
     p.grad = torch.randn(64, 256)
     ours.step()
@@ -208,7 +210,7 @@ def test_zero_in_a_stored_second_moment_map_is_replaced_when_state_is_restored(m
 
 
 @needs_compiler
-def test_cpu_8_bit_pass_has_equal_bits_with_one_and_two_threads(make):
+def test_compiled_8_bit_cpu_step_has_equal_bits_with_one_and_two_threads(make):
     found = []
     for threads in (1, 2):
         before = torch.get_num_threads()
@@ -224,7 +226,7 @@ def test_cpu_8_bit_pass_has_equal_bits_with_one_and_two_threads(make):
 
 
 @needs_compiler
-def test_cpu_8_bit_pass_needs_less_than_1_byte_of_temporary_memory_per_element(config, as_bitsandbytes_does):
+def test_compiled_8_bit_cpu_step_needs_less_than_1_byte_of_temporary_memory_per_element(config, as_bitsandbytes_does):
     """The planner adds this temporary memory to the state. bitsandbytes' operators need more than 1 byte."""
     freed = [torch.ones(1 << 18) for _ in range(200)]  # 200 MB that malloc keeps, as after many tests
     with_adam8bit = optimizer(config("optim=adam8bit"))

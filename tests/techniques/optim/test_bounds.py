@@ -37,7 +37,8 @@ def schedule(step, draw):
 
 
 def gradients():
-    """Yields the gradient of each step, SHAPE. The signs of a row's numbers never change: its steps add up."""
+    """Yields the gradient of each step, SHAPE. A number keeps its sign, so that its steps add up, except in rows of the
+    kinds "at random" and "one sign, then the other"."""
     draw = torch.Generator().manual_seed(0)
     signs = torch.randn(SHAPE, generator=draw).sign()
     sizes = RATIOS[:, None].repeat(1, len(KINDS))
@@ -81,13 +82,13 @@ def descent(every):
 
 
 def adafactor(every):
-    """The RMS of an update is at most `clip_threshold`, 1: one weight can have all of it. Without a first moment there
-    is no step where there is no gradient."""
+    """The RMS of an update is at most `clip_threshold`, 1, and at worst one weight takes the whole update. Without a
+    first moment a weight does not move in a step without a gradient."""
     return math.sqrt(math.prod(SHAPE)) * sum((g != 0).float() for g in every)
 
 
 def muon(every):
-    """A matrix steps by sqrt(its larger side) times an orthogonal matrix, no number of which exceeds 1; five iterations
+    """A matrix steps by sqrt(its larger side) times an orthogonal matrix, whose elements are at most 1; five iterations
     leave its singular values below 1.25."""
     return torch.full(SHAPE, STEPS * 1.25 * math.sqrt(max(SHAPE)))
 

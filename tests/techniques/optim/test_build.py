@@ -40,7 +40,7 @@ def rms(change):
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o != "sgd"])
 def test_first_step_of_every_optimizer_but_sgd_has_the_rms_of_adamw_within_20_percent(config, optim):
-    """`lr` is the RMS of a step; no optimizer rescales it."""
+    """`lr` is the RMS of a step; no optimizer rescales `lr`."""
     shape = (128, 256) if optim in COMPILED else (256, 1024)
     change, _ = stepped(config, optim, shape, "optim.weight_decay=0")
     adamw, _ = stepped(config, "adamw", shape, "optim.weight_decay=0")
@@ -63,8 +63,7 @@ def test_typed_weight_decay_replaces_the_restored_decay_but_lr_is_restored(confi
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (192, 768), (768, 768), (3072, 768)])
-def test_first_muon_step_of_a_matrix_is_slightly_below_lr(config, shape):
-    """The RMS is 0.85 to 0.97 of lr."""
+def test_first_muon_step_of_a_matrix_has_an_rms_of_0_85_to_0_97_lr(config, shape):
     change, _ = stepped(config, "muon", shape, "optim.weight_decay=0")
     assert 0.85e-3 < rms(change) < 0.97e-3
 
@@ -79,7 +78,7 @@ def test_muon_step_size_grows_with_the_square_root_of_the_gradient_rank(config, 
 
 
 def test_first_muon_step_of_the_default_model_has_an_rms_of_0_75_to_0_91_lr(config):
-    """Real gradients have strong and weak directions."""
+    """Gradients of a model have strong and weak directions, so the RMS is smaller than for random gradients."""
     model = network(n_embd=192, n_layer=4, n_head=4, n_positions=128, vocab_size=4096)
     groups = {group["role"]: group["params"] for group in parameter_groups(model)}
     before = [p.detach().clone() for p in groups["matrix"]]
@@ -208,10 +207,11 @@ OF_BITSANDBYTES = ("adam8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit"
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master", "bf16-true"])
 @pytest.mark.parametrize("optim", OF_BITSANDBYTES)
-def test_weight_decay_after_the_update_gives_the_bits_of_decay_before_the_update(
+def test_bitsandbytes_weight_decay_after_the_update_gives_the_bits_of_decay_before_the_update(
     config, monkeypatch, without_compiler, optim, precision
 ):
-    """The precisions update all weights at once, masters one by one, and widened 16-bit weights one by one."""
+    """precision=32 updates all weights at once, bf16-master updates masters one by one, and bf16-true updates widened
+    16-bit weights one by one."""
 
     def trained():
         torch.manual_seed(0)
@@ -268,7 +268,9 @@ UNCAST = {"sgd", "adam8bit", "lion8bit", "paged_adamw32bit", "paged_adamw8bit"}
 
 @pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o not in COMPILED])
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
-def test_fp32_state_of_16_bit_weights_is_restored_in_fp32_unless_unguarded(config, optim, guarded, monkeypatch):
+def test_fp32_state_of_16_bit_weights_is_restored_in_fp32_unless_torch_casts_restored_state(
+    config, optim, guarded, monkeypatch
+):
     """The unguarded variant is deliberately wrong: torch casts state to the weights' dtype, bitsandbytes does not."""
     from lowmem.techniques.optim import build
     from lowmem.techniques.precision.weights_16bit import BFloat16Weights
@@ -350,7 +352,7 @@ PAGED = [optim for optim in OPTIMIZERS if optim.startswith("paged")]
 
 @pytest.mark.parametrize("optim", PAGED)
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
-def test_paged_state_is_restored_as_paged_memory_unless_unguarded(
+def test_paged_state_is_restored_as_paged_memory_unless_bitsandbytes_restores_the_state(
     config, managed, monkeypatch, tmp_path, optim, guarded
 ):
     """The unguarded variant is deliberately wrong: bitsandbytes moves the saved state to the device, not paged."""
@@ -377,7 +379,7 @@ def test_paged_state_is_restored_as_paged_memory_unless_unguarded(
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
-def test_paged_state_saved_on_a_card_steps_without_a_card_unless_unguarded(
+def test_paged_state_saved_on_a_card_steps_without_a_card_unless_bitsandbytes_restores_the_state(
     config, managed, monkeypatch, tmp_path, guarded
 ):
     """A checkpoint records that its state was paged. In the unguarded, deliberately wrong variant the first step asks

@@ -4,8 +4,8 @@ Before the optimizer has any state, a filler takes all free memory of the card e
 optimizer without pages then runs out of memory. If the paged optimizer still steps, and its weights are equal bit for
 bit, no step can have had all of its state on the card. Then the state is saved and restored, which must page it again.
 
-Some machines' cards hang when they have less room than the pages need, and everything after that hangs too, so the card
-is crowded only with CROWD_THE_CARD=1.
+On some machines a card hangs if its free memory is smaller than the paged state, and everything after that hangs too.
+So the test on a card runs only with CROWD_THE_CARD=1.
 """
 
 import gc
@@ -37,7 +37,7 @@ def model_on(device):
 
 
 def begun(model):
-    """Returns the model with its initial weights, the same at every call."""
+    """Resets the model to its initial weights, and returns the model."""
     torch.manual_seed(0)
     for p in model.parameters():
         p.data.normal_()
@@ -85,7 +85,7 @@ def weights(model):
 
 @each_device
 @pytest.mark.parametrize("lost", [False, True], ids=["kept", "lost"])
-def test_paged_optimizer_on_a_full_card_gives_equal_weights_after_a_restore_unless_state_is_lost(
+def test_paged_optimizer_on_a_full_card_has_the_weights_of_unpaged_state_unless_restored_without_state(
     config, monkeypatch, device, lost
 ):
     """In the lost, deliberately wrong variant the second half begins without state. On a CPU nothing is paged."""

@@ -34,7 +34,7 @@ def unknown(texts):
     return {name for text in texts for name in asked(text) if name not in vars(BasePrecision)}
 
 
-def test_every_hook_used_on_a_precision_is_defined_on_its_base():
+def test_every_attribute_that_lowmem_reads_of_a_precision_is_defined_on_its_base_class():
     texts = [file.read_text() for file in SOURCE.rglob("*.py") if file.parent.name != "precision"]
     assert len(set().union(*map(asked, texts))) > 8
     assert unknown(texts) == set()

@@ -78,7 +78,7 @@ def test_only_kahan_summation_keeps_updates_below_the_spacing_of_bf16(config, pr
 
 
 @pytest.mark.parametrize("precision", [Kahan, Unseen])
-def test_extra_state_of_a_precision_is_counted_as_optimizer_memory_unless_hidden(fit, precision):
+def test_extra_state_of_a_precision_is_counted_as_optimizer_memory_unless_hidden_from_the_meter(fit, precision):
     def held(precision):
         summary, run = fit(*chosen(precision), folder=precision.__name__)
         rows = csv.DictReader((run / "memory.csv").open())
@@ -91,7 +91,9 @@ def test_extra_state_of_a_precision_is_counted_as_optimizer_memory_unless_hidden
 
 @pytest.mark.rows("Kahan-auto")
 @pytest.mark.parametrize(("precision", "strategy"), [(Kahan, "auto"), (Kahan, "ddp"), (Forgetful, "auto")])
-def test_resume_restores_extra_state_of_a_precision_and_all_bits_unless_forgetful(fit, precision, strategy):
+def test_resume_restores_extra_state_of_a_precision_and_all_bits_unless_the_state_is_not_loaded(
+    fit, precision, strategy
+):
     lines = (*chosen(precision), "lr=1e-4", "scheduler=constant", f"strategy={strategy}")
     _, whole = fit(*lines, folder="whole")
     _, part = fit(*lines, "max_steps=2", folder="part")

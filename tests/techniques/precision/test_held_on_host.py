@@ -27,7 +27,8 @@ STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer")
 
 
 def stepped_at_random(seed, steps):
-    """Returns two equal parameters after `steps` equal updates, each by a quarter of bf16's spacing."""
+    """Returns two parameters after the last of `steps` updates. Each update starts from 1 and adds a quarter of bf16's
+    spacing."""
     torch.manual_seed(seed)
     two = nn.ParameterList(torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
     masters = made(two, BFloat16Stochastic())
@@ -74,7 +75,9 @@ def test_checkpoint_of_streamed_weights_stores_trained_weights_only_unless_store
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("precision", ["bf16-master", "bf16-sr"])
-def test_second_fit_of_a_module_starts_from_the_16_bit_weights_of_the_first(config, precision, weights):
+def test_module_whose_weights_the_host_updates_can_be_fitted_twice_and_changes_all_weights_in_both_fits(
+    config, precision, weights
+):
     """The same module is fitted twice in one process, with a new trainer."""
     optim = "adafactor" if precision == "bf16-sr" else "adamw8bit"
     cfg = configured(config, *lines("llama", f"weights={weights}", "max_steps=1", precision=precision, optim=optim))
@@ -104,7 +107,7 @@ def test_host_optimizer_updates_a_non_contiguous_weight():
     assert own.narrow.is_contiguous()
 
 
-def test_full_precision_of_a_frozen_streamed_weight_is_its_16_bit_value_while_it_is_nan(config):
+def test_full_precision_of_a_frozen_streamed_weight_is_its_16_bit_value_while_the_parameter_is_nan(config):
     module = built(configured(config, *lines("llama", *STREAMED)), "llama")
     frozen = module.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     expected = frozen.detach().bfloat16()

@@ -79,7 +79,7 @@ def test_memory_limit_that_fits_masters_on_the_host_is_too_small_for_bf16_true(f
 @pytest.mark.rows("*16-master*")
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "lightning"])
 @pytest.mark.parametrize("technique", ["precision=bf16-master", "optim=paged_adamw32bit"])
-def test_restored_optimizer_state_is_not_moved_to_the_device_unless_lightning_restores_it(
+def test_restored_optimizer_state_is_not_moved_to_the_device_unless_lightning_restores_the_state(
     fit, monkeypatch, technique, ours
 ):
     """The deliberately wrong variant is Lightning's own method, which moves all state."""
@@ -186,12 +186,12 @@ def test_val_loss_with_masters_is_within_1_percent_of_the_fp32_loss(fit, precisi
     assert theirs < 3.5 and ours == pytest.approx(theirs, rel=0.01)
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- non-finite numbers -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Returns a function (name of a parameter, windows) that makes its gradient infinite in these windows."""
+    """Returns a function (name, windows) that makes the gradient of this parameter infinite in these windows."""
 
     def arrange(name, which):
         fetch = HostOptimizer._fetch

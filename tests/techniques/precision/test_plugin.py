@@ -115,7 +115,7 @@ def test_clipping_before_unscaling_leaves_under_1_percent_of_the_gradient_norm(t
 
 
 class Gradients(Callback):
-    """Reads the norm of the module, the norm of the gradients at the parameters, and their scale."""
+    """Records the gradient norm of the module, and the norm and the scale of the parameters' gradients."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         grads = [p.grad.float() for p in module.parameters() if p.grad is not None]
@@ -186,7 +186,7 @@ class Overflow(Callback):
 
 
 def test_skipped_fp16_step_counts_neither_as_optimizer_step_nor_as_schedule_step(trained):
-    """max_steps=10 with three overflows is ten updates of thirteen windows, and ten steps of the schedule."""
+    """With max_steps=10 and three overflows, thirteen windows give ten updates and ten steps of the schedule."""
     overflow = Overflow({0, 4, 5})
     module, trainer = trained("precision=16", "max_steps=10", "scheduler=linear", callbacks=[overflow], steps=10)
     stepped = [s for s, *_ in overflow.factors]
@@ -231,7 +231,7 @@ def test_loss_scale_and_its_growth_counter_are_restored_from_a_state_dict():
     assert other.loss_scale.value == 1024.0
 
 
-def test_backward_and_step_run_outside_autocast(trained):
+def test_backward_and_optimizer_step_under_bf16_run_outside_autocast(trained):
     seen = []
 
     class Look(Callback):

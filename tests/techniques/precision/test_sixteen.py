@@ -142,7 +142,7 @@ def test_stochastic_rounding_is_unbiased_and_exact_for_representable_numbers():
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 def test_stochastic_rounding_keeps_inf_and_nan(on_host):
-    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()  # one that carries into its sign
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()  # a carry would change its sign
     wide = torch.tensor([float("inf"), -float("inf"), nan, 0.0])
     assert wide.view(torch.int32)[2] == 0x7FFFFFFF
     narrow = torch.empty(4, dtype=torch.bfloat16)

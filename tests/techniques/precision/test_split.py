@@ -52,25 +52,25 @@ def sample():
     return torch.cat([torch.randint(-(1 << 31), 1 << 31, (1 << 21,), dtype=torch.int32).view(torch.float32), special()])
 
 
-def test_sampled_and_special_fp32_numbers_survive_the_split_bit_exactly():
+def test_sampled_and_special_fp32_numbers_split_into_halves_are_restored_bit_exactly():
     assert exact(sample())
 
 
 @pytest.mark.matrix
-def test_all_fp32_numbers_survive_the_split_bit_exactly():
+def test_all_fp32_numbers_split_into_halves_are_restored_bit_exactly():
     for start in range(-(1 << 31), 1 << 31, AT_ONCE):
         assert exact(floats(start, AT_ONCE)), hex(start)
 
 
 @pytest.mark.parametrize("wrong", [to_nearest_even, with_the_lower_half_cut])
-def test_fp32_split_with_another_rounding_does_not_restore_all_bits(wrong, monkeypatch):
+def test_fp32_numbers_split_with_another_rounding_are_not_restored_bit_exactly(wrong, monkeypatch):
     wrong(monkeypatch)
     wide = sample()
     again = fp32_halves.joined(*fp32_halves.halves(wide))
     assert not exact(wide) and not torch.equal(again.view(torch.int32), wide.view(torch.int32))
 
 
-def test_upper_half_is_the_nearest_bf16_with_ties_away_from_zero():
+def test_upper_half_of_a_split_fp32_number_is_the_nearest_bf16_with_ties_away_from_zero():
     ties = torch.tensor([1 + 2**-8, -1 - 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 - 2**-23, 3.4e38, -0.0, torch.inf])
     upper, _ = fp32_halves.halves(ties)
     expected = [1 + 2**-7, -1 - 2**-7, 1 + 2**-6, 1.0, torch.inf, -0.0, torch.inf]

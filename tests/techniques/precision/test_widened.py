@@ -63,7 +63,7 @@ def agreement(found, exact):
 @pytest.mark.parametrize("no_gradients", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_widened_product_is_the_exact_product_rounded_once(without_units, name, dtype, no_gradients):
+def test_16_bit_product_widened_to_fp32_is_the_exact_product_rounded_once(without_units, name, dtype, no_gradients):
     product, shapes = PRODUCTS[name]
     with no_gradients():
         operands = draws(dtype, *shapes)
@@ -75,8 +75,8 @@ def test_widened_product_is_the_exact_product_rounded_once(without_units, name, 
 
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "attention"])
-def test_native_16_bit_products_are_within_the_tolerance_of_widened_products(name, dtype):
-    """Except for attention: native kernels also round its probabilities, and two thirds of its elements agree."""
+def test_native_16_bit_products_are_within_the_tolerance_of_products_widened_to_fp32(name, dtype):
+    """Except for attention: native kernels also round its probabilities, and only two thirds of its elements agree."""
     product, shapes = PRODUCTS[name]
     operands = draws(dtype, *shapes)
     assert agreement(product(*operands), product(*(x.double() for x in operands))) > ROUNDED_ONCE
@@ -84,7 +84,7 @@ def test_native_16_bit_products_are_within_the_tolerance_of_widened_products(nam
 
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", ["addmm", "baddbmm"])
-def test_product_rounded_twice_exceeds_the_tolerance_of_widened_products(name, dtype):
+def test_16_bit_product_rounded_twice_exceeds_the_tolerance_of_products_widened_to_fp32(name, dtype):
     """The deliberately wrong variant: the product is rounded, and then its sum with the bias is rounded again."""
     product, shapes = PRODUCTS[name]
     bias, x, w = draws(dtype, *shapes)
@@ -106,7 +106,9 @@ def gradient(model, batch, dtype):
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-def test_widened_gradient_is_as_close_to_fp32_as_the_native_16_bit_gradient(monkeypatch, model_type, dropout, dtype):
+def test_gradient_of_products_widened_to_fp32_is_as_exact_as_the_native_16_bit_gradient(
+    monkeypatch, model_type, dropout, dtype
+):
     model = shaped(model_type, layers=2, dropout=dropout).train()
     batch = MicroBatch(torch.randint(0, 500, (2, 32)), torch.randint(0, 500, (2, 32)))
     exact, native = gradient(model, batch, None), gradient(model, batch, dtype)
@@ -129,7 +131,7 @@ class Above(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:  # in inference mode complete layers arrive here
+        with self:  # in inference mode, composite operators such as linear arrive here
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -180,7 +182,7 @@ def multiplied(fit, below, *overrides):
 
 @pytest.mark.rows("gpt2", "llama")
 @pytest.mark.parametrize("name", RUNS)
-def test_no_pass_of_a_widened_run_multiplies_16_bit_numbers(fit, without_units, below, name):
+def test_run_on_a_cpu_without_16_bit_units_multiplies_only_fp32_numbers_in_every_pass(fit, without_units, below, name):
     """The passes are forward, backward, recomputation, evaluation and generation."""
     overrides, expected = RUNS[name]
     seen = multiplied(fit, below, *overrides)
@@ -206,7 +208,7 @@ def test_widening_only_the_forward_pass_leaves_16_bit_products_in_backward(fit, 
 
 
 @pytest.mark.matrix
-def test_compiled_blocks_stay_compiled_and_multiply_in_fp32_when_widened(fit, without_units, below):
+def test_compiled_blocks_on_a_cpu_without_16_bit_units_stay_compiled_and_multiply_in_fp32(fit, without_units, below):
     from torch._dynamo.utils import counters
 
     fit("precision=16", folder="eager")
@@ -219,7 +221,7 @@ def test_compiled_blocks_stay_compiled_and_multiply_in_fp32_when_widened(fit, wi
 
 
 @pytest.mark.parametrize("precision", ["16", "16-true"])
-def test_widened_run_has_the_peak_memory_of_a_native_16_bit_run(fit, monkeypatch, precision):
+def test_run_with_products_widened_to_fp32_has_the_peak_memory_of_a_native_16_bit_run(fit, monkeypatch, precision):
     """The fp32 copies exist only inside the kernels, and tensors saved for backward have 16 bits."""
     held = []
     for units in (True, False):
@@ -248,7 +250,7 @@ def replaced(below):
     return bool(below)
 
 
-def test_widening_ends_with_the_run_also_after_an_error(fit, without_units, below, monkeypatch):
+def test_widening_of_16_bit_products_ends_with_the_run_also_after_an_error(fit, without_units, below, monkeypatch):
     during = []
     step = CausalLM.training_step
 
@@ -273,7 +275,7 @@ def test_missing_fp16_units_of_the_cpu_are_logged_once_and_not_for_bf16(command,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *SHORT])
-def test_native_kernels_are_kept_on_cpus_with_units_and_on_cards(monkeypatch, below, dtype):
+def test_native_16_bit_kernels_are_kept_on_cpus_with_16_bit_units_and_on_cards(monkeypatch, below, dtype):
     monkeypatch.setattr(widening, "has_units", lambda dtype: False)
     with widened(dtype, "cuda"):
         assert not replaced(below)

@@ -100,7 +100,7 @@ def two_ranks(processes, folder: Path) -> list[int | None]:
 
 
 def run(rank: int, port: int, folder: str) -> None:
-    """Runs one rank of a run."""
+    """Trains as one of two ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     faulthandler.dump_traceback_later(LIMIT - 5, exit=True)

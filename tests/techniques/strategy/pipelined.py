@@ -44,8 +44,8 @@ class Seen(Callback):
 
 
 def trained(lines, dtype=None, ranks=ONE_DEVICE):
-    """Returns what `Seen` records, the weights by name, a generated text, and bytes of weights and state. Args: dtype:
-    of the weights; ranks: the group of the process."""
+    """Returns what `Seen` records, the weights by name, generated token ids, and bytes of weights and state. Args:
+    dtype: name of the weights' dtype, None: unchanged; ranks: the strategy."""
     cfg = run_of(parity.overrides(*LINES, *lines))
     torch.manual_seed(0)
     module = causal_lm(cfg, loading.describe(cfg), ranks=ranks)
@@ -65,7 +65,8 @@ def trained(lines, dtype=None, ranks=ONE_DEVICE):
 
 
 def together(processes, folder, cases, size=2):
-    """Returns name -> the results of each process. Args: cases: name -> (lines, dtype, name of a change or None)."""
+    """Returns name -> the results of `trained` on each rank. Args: cases: name -> (lines, dtype, name of a change or
+    None)."""
     how = processes.get_start_method()
     torch.multiprocessing.start_processes(_work, (size, str(folder), cases), size, start_method=how)
     by_rank = [torch.load(folder / f"{rank}.pt") for rank in range(size)]

@@ -29,7 +29,7 @@ def rounds(number: int, limit: int) -> str:
 
 
 @pytest.mark.process
-def test_leaving_a_hundred_process_groups_leaves_no_threads_behind():
+def test_leaving_a_hundred_process_groups_does_not_leak_threads():
     first, last = (int(line.split()[-2]) for line in rounds(100, limit=120).splitlines())
     assert last == first
 

@@ -71,7 +71,7 @@ class Tape:
 
 @contextmanager
 def one_of(rank, strategy=FullyShard, **options):
-    """Yields a rank of a group that sends nothing."""
+    """Yields the strategy of one rank; no other rank exists, and nothing is sent."""
     with as_rank(rank, RANKS, f"seen by {rank}") as mesh:
         ranks = strategy(devices=RANKS, **options)
         if strategy is FullyShard:
@@ -157,7 +157,7 @@ PUBLISHED = {
 def test_shards_of_16_bit_weights_widened_while_sent_equal_the_shards_of_one_process(
     config, monkeypatch, tmp_path, case, strategy
 ):
-    """The bits, and the digest of a frozen base, equal a process that reads the weights in fp32."""
+    """The shards and the digest of a frozen base equal the results of a process that reads the weights in fp32."""
     typed = [line for line in published(config, tmp_path / "published") if "added_tokens" not in line]
     cfg = config(*typed, *PUBLISHED[case], "plan=off")
     data, tape, load = build.data(cfg), Tape(), loading.load
@@ -182,7 +182,7 @@ def test_shards_of_16_bit_weights_widened_while_sent_equal_the_shards_of_one_pro
 
 
 def test_computed_buffers_are_not_rounded_when_weights_are_read_in_16_bits(config, monkeypatch, tmp_path):
-    """Gemma multiplies embeddings by a buffer, the square root of their width. In 16 bits it would be rounded."""
+    """Gemma multiplies embeddings by a buffer, the square root of their width, which 16 bits would round."""
     network("gemma3_text", hidden_size=80).to(torch.bfloat16).save_pretrained(tmp_path)
     build.data(config(*LLAMA)).tokens.tokenizer.save_pretrained(tmp_path)
     cfg = config("model=hf", f"model.name={tmp_path}", "device=cpu", "seq_len=16", "plan=off")
@@ -200,7 +200,7 @@ WIDE += ("model.architecture.num_hidden_layers=8",)
 
 @linux
 @pytest.mark.parametrize("narrower", [True, False], ids=["widened while sent", "widened first"])
-def test_rank_0_needs_memory_for_its_shards_and_two_tensors_unless_it_widens_the_model_first(
+def test_rank_0_needs_memory_for_its_shards_and_two_tensors_unless_the_model_is_widened_first(
     config, monkeypatch, tmp_path, narrower
 ):
     """The deliberately wrong variant first reads the model in the run's dtype, as one process does."""
@@ -252,7 +252,7 @@ def test_shards_of_a_rank_differ_from_the_shards_of_another_rank(config, monkeyp
             same(parts_of(ranks, made.model), expected(ranks, whole.model))
 
 
-def test_meta_model_with_other_parameters_than_rank_0_is_refused(config, monkeypatch):
+def test_rank_whose_model_has_other_parameters_than_the_model_of_rank_0_is_refused(config, monkeypatch):
     cfg = config(*LLAMA)
     data = build.data(cfg)
     with one_of(1) as ranks:
@@ -277,7 +277,7 @@ def alone(group_of_one):
     return ranks
 
 
-def test_weights_gathered_for_an_evaluation_are_resharded_after_the_forward_pass(config, alone):
+def test_fsdp_weights_gathered_for_an_evaluation_are_resharded_after_the_forward_pass(config, alone):
     """Weights outside the blocks stay gathered after forward only in training, for backward."""
     cfg = config(*GPT2)
     made = build.module(cfg, build.data(cfg), None, alone).model
@@ -296,7 +296,7 @@ def test_weights_gathered_for_an_evaluation_are_resharded_after_the_forward_pass
 
 
 def test_samples_of_sharded_ranks_are_generated_with_synced_gpus(config, alone, monkeypatch, tmp_path):
-    """A rank whose text has ended must take part in the passes of the other ranks, which would wait otherwise."""
+    """A rank whose text has ended must take part in the passes of the other ranks. Otherwise the other ranks hang."""
     cfg = config(*GPT2)
     data = build.data(cfg)
     made, how = build.module(cfg, data, None, alone).eval(), []

@@ -1,5 +1,5 @@
-"""Several processes train like one process on the joint batch: every strategy with every feature, or the combination is
-refused. `python -m benchmarks.strategies` writes the complete table."""
+"""Several processes train like one process on the joint batch, or the combination of strategy and feature is refused.
+Every strategy is tested with every feature. `python -m benchmarks.strategies` writes the complete table."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +102,8 @@ WRONG = (
 )
 def test_strategy_with_a_deliberate_fault_differs_from_one_process(ranks, folder, strategy, name, mistake):
     case, bands = features(folder)[name]
-    # a row for each rank: two rows have nearly equal numbers of tokens, and bf16's products differ between processors
+    # One row per rank. With two rows, the numbers of tokens of the ranks are nearly equal, so a fault changes little.
+    # The changes of bf16 products between processors could then hide the fault.
     case = replace(typed(case, strategy), together=2)
     try:
         found = apart(ranks(replace(case, wrong=mistake)), alone(case))
@@ -160,7 +161,7 @@ def test_absent_rank_fails_the_run_at_the_timeout(ranks, folder, monkeypatch):
 
 
 def test_ddp_reduces_gradients_once_per_window(ranks, folder):
-    """This holds for any number of micro-batches. The second all-reduce sums the window's loss."""
+    """Windows of one and of four micro-batches have two all-reduces: of the gradients, and of the window's loss."""
     seen = {}
     for batches, together in ((1, 8), (4, 2)):
         lines = (*features(folder)["clip"][0].lines, f"accumulation.batches={batches}")

@@ -96,8 +96,8 @@ def test_optimizer_parameters_follow_weights_that_ddp_moves_unless_the_move_is_i
 def test_sharded_checkpoint_is_evaluated_under_no_grad_but_not_in_inference_mode_before_torch_2_15(
     fit, monkeypatch, mode
 ):
-    """On cards Lightning would evaluate in inference mode. Up to torch 2.14 this fails, because fully_shard's tensors
-    have no version counter there."""
+    """On cards Lightning would evaluate in inference mode. Up to torch 2.14 this fails, because tensors of
+    fully_shard have no version counter in inference mode."""
     _, run = fit("strategy=fsdp", "max_steps=1", "export=null")
     join, trainer = dist.init_process_group, training.Trainer
     monkeypatch.setattr(dist, "init_process_group", lambda _, **how: join("cpu:gloo,cuda:gloo", **how))
@@ -110,7 +110,7 @@ def test_sharded_checkpoint_is_evaluated_under_no_grad_but_not_in_inference_mode
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "lightning"])
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_weights_and_optimizer_state_stay_on_the_device_after_a_run_unless_lightning_ends_it(
+def test_weights_and_optimizer_state_stay_on_the_device_after_a_run_unless_lightning_ends_the_run(
     fit, monkeypatch, strategy, ours
 ):
     """The deliberately wrong variant is Lightning's own teardown, which copies both to the host."""
@@ -154,7 +154,7 @@ def test_rank_reports_the_validation_loss_that_rank_0_broadcasts(fit, monkeypatc
 
 
 @pytest.mark.parametrize(("data_size", "asked"), [(1, True), (2, False)])
-def test_fault_of_another_rank_skips_the_step_only_if_all_ranks_read_the_same_rows(data_size, asked):
+def test_non_finite_loss_of_another_rank_skips_the_step_only_if_ranks_read_the_same_rows(data_size, asked):
     """If each rank reads different rows, the loss is already a sum over ranks, and no rank is asked."""
     met = []
     module = SimpleNamespace(

@@ -72,7 +72,7 @@ def test_model_to_device_of_lightning_moves_offloaded_shards_and_the_optimizer_s
 
 
 def test_gradient_norm_of_offloaded_shards_is_reduced_on_the_device(monkeypatch):
-    """So cards use their fast link. Only one number is moved, no gradient."""
+    """Cards then reduce over their fast link. Only one number is moved to the device, and no gradient."""
     monkeypatch.setattr(Several, "place", DEVICE)
     added = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: added.append(tensor))

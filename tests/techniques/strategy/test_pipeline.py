@@ -55,7 +55,7 @@ def largest_error(ranks, one):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_pipeline_gradients_and_weights_equal_one_process(pair, name):
-    """Three AdamW steps with a clipped norm. The second window has a single row."""
+    """Three AdamW steps with norm clipping. The second window has a single row."""
     one = alone(CASES[name])
     assert largest_error(pair[name], one) < SAME
     for rank in pair[name]:
@@ -69,7 +69,7 @@ def test_pipeline_with_a_deliberate_gradient_fault_differs_from_one_process(pair
     assert largest_error(pair[name], alone(CASES[name])) > 1e-3
 
 
-def test_tied_weight_is_equal_on_both_stages_unless_each_stage_rounds_it_separately(pair):
+def test_tied_weight_is_equal_on_both_pipeline_stages_unless_each_stage_rounds_separately(pair):
     for name in ("1f1b", "bf16-sr"):
         first, last = (rank["weights"][TIED] for rank in pair[name])
         assert torch.equal(first, last)
@@ -77,13 +77,13 @@ def test_tied_weight_is_equal_on_both_stages_unless_each_stage_rounds_it_separat
     assert not torch.equal(first, last)
 
 
-def test_overflowing_step_is_skipped_on_all_stages(pair):
+def test_overflowing_step_is_skipped_on_all_pipeline_stages(pair):
     first, last = pair["16"]
     assert first["stepped"] == last["stepped"] == alone(CASES["16"])["stepped"]
     assert False in first["stepped"] and first["stepped"][-1]
 
 
-def test_each_stage_holds_weights_and_state_of_its_blocks(pair):
+def test_each_pipeline_stage_holds_weights_and_state_of_its_blocks(pair):
     one = alone(CASES["1f1b"])
     for key, times in (("weight_bytes", 1), ("state_bytes", 2)):  # AdamW has two moments
         parts = [rank[key] for rank in pair["1f1b"]]
@@ -143,7 +143,7 @@ def test_pipeline_bubble_and_micro_batches_in_flight_follow_the_schedule(pair):
         ("llama", {}, ["freeze=[model.embed_tokens*]"], None),
     ],
 )
-def test_model_that_stages_cannot_train_is_refused_before_the_split(name, changes, lines, says):
+def test_model_that_pipeline_stages_cannot_train_is_refused_before_the_split(name, changes, lines, says):
     architectures._prepare()
     module, _ = architectures.build_module(architectures.configured(architectures.shrunk(name) | changes, *lines))
     ranks = object.__new__(Pipeline)

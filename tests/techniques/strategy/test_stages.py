@@ -47,7 +47,7 @@ def in_a_row(stages, micro_batch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.matrix) for name in POPULAR)])
-def test_stages_in_sequence_equal_the_model_bit_exactly(name):
+def test_pipeline_stages_in_sequence_have_the_logits_of_the_model_bit_exactly(name):
     model, micro_batch = a_model(name)
     whole = model(**micro_batch.inputs, use_cache=False).logits
     for count in (2, 3) if name in FAMILIES else (2,):
@@ -57,7 +57,7 @@ def test_stages_in_sequence_equal_the_model_bit_exactly(name):
 
 @pytest.mark.wrong
 @torch.no_grad()
-def test_last_stage_with_zeros_as_input_gives_other_logits():
+def test_last_pipeline_stage_with_zeros_as_input_gives_other_logits():
     model, micro_batch = a_model("llama")
     first, last = stages_of(model, 2)
     with last.entered(torch.zeros(micro_batch.input_ids.numel(), last.width), micro_batch.input_ids):
@@ -66,7 +66,7 @@ def test_last_stage_with_zeros_as_input_gives_other_logits():
 
 
 @torch.no_grad()
-def test_model_whose_blocks_have_additional_inputs_differs_when_divided_into_stages():
+def test_model_whose_blocks_have_additional_inputs_differs_when_divided_into_pipeline_stages():
     model, micro_batch = a_model("gemma4")  # its blocks read separate embeddings, so `Pipeline.shard` refuses it
     whole = model(**micro_batch.inputs, use_cache=False).logits
     assert not same(model, divided(model, 2), micro_batch)
@@ -74,7 +74,7 @@ def test_model_whose_blocks_have_additional_inputs_differs_when_divided_into_sta
     assert not torch.allclose(in_a_row(stages_of(model, 2), micro_batch), whole)
 
 
-def test_each_weight_is_on_one_stage_and_a_tied_weight_on_two():
+def test_each_weight_is_on_one_pipeline_stage_and_a_tied_weight_on_two():
     model, _ = a_model("gpt2")
     division = divided(model, 2)
     names = {p: name for name, p in model.named_parameters()}
@@ -84,7 +84,7 @@ def test_each_weight_is_on_one_stage_and_a_tied_weight_on_two():
     assert sum(map(division.bytes, range(2))) == bytes_of
 
 
-def test_stage_has_memory_for_its_own_weights_only_and_the_names_of_all_weights():
+def test_pipeline_stage_has_memory_for_its_own_weights_only_and_the_names_of_all_weights():
     model, _ = a_model("gpt2")
     names = [name for name, _ in model.named_parameters()]
     for number, stage in enumerate(stages_of(model, 2)):
@@ -107,7 +107,7 @@ def test_stage_has_memory_for_its_own_weights_only_and_the_names_of_all_weights(
         ([1, 1], 100, 0, 2, [0, 1, 2]),
     ],
 )
-def test_balanced_cuts_make_the_largest_stage_as_small_as_possible(sizes, before, after, stages, cuts):
+def test_balanced_cuts_make_the_largest_pipeline_stage_as_small_as_possible(sizes, before, after, stages, cuts):
     assert balanced(sizes, before, after, stages) == cuts
 
 
@@ -156,14 +156,14 @@ def gradients(last, micro_batch):
 
 
 @pytest.mark.parametrize("technique", SEGMENTS)
-def test_checkpointing_across_stages_gives_the_gradient_bits_of_no_checkpointing(technique):
+def test_checkpointing_across_pipeline_stages_gives_the_gradient_bits_of_no_checkpointing(technique):
     """Segments reach across a cut, and a second micro-batch runs forward before backward of the first."""
     model, micro_batch = a_model("llama")
     kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
     assert all(map(torch.equal, gradients(*checkpointed(technique)), kept))
 
 
-def test_recomputation_from_the_input_of_another_micro_batch_changes_the_gradients(monkeypatch):
+def test_stage_that_recomputes_from_the_input_of_another_micro_batch_has_other_gradients(monkeypatch):
     model, micro_batch = a_model("llama")
     kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
 

@@ -1,4 +1,4 @@
-"""A group computes what one process computes: forward, every gradient, and the weights after some steps."""
+"""A tensor-parallel group computes what one process computes: losses, all gradients, and weights after some steps."""
 
 import re
 from contextlib import closing
@@ -92,7 +92,7 @@ def test_two_tensor_parallel_ranks_equal_one_process(figures, case):
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_sharded_weights_are_reassembled_bit_exactly(figures, case):
+def test_tensor_parallel_shards_are_reassembled_to_full_weights_bit_exactly(figures, case):
     assert figures[case]["conversion"] == 0.0 and figures[case]["parts"]
 
 

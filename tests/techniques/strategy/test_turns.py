@@ -64,7 +64,7 @@ def waited(rank):
         return time.monotonic() - began
 
 
-def test_working_rank_0_is_awaited_beyond_the_timeout(ranks):
+def test_rank_waits_for_a_working_rank_0_beyond_the_timeout(ranks):
     thread, raised = other(turn_of(ranks[0], 3 * TIMEOUT))
     assert waited(ranks[1]) > 2 * TIMEOUT
     thread.join()
@@ -138,8 +138,8 @@ def test_ranks_wait_for_rank_0_through_the_store_before_a_collective(ranks):
 
 
 @pytest.mark.parametrize(("device", "size", "left"), [("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)])
-def test_failed_rank_destroys_its_process_group_unless_it_is_one_of_several_cards(monkeypatch, device, size, left):
-    """Otherwise its error would appear only after the timeout of the other ranks."""
+def test_failed_rank_destroys_its_process_group_except_on_several_cards(monkeypatch, device, size, left):
+    """Otherwise the error of the rank would appear only after the timeout of the other ranks."""
     seen = []
     monkeypatch.setattr(process_group, "_join", lambda _: None)
     monkeypatch.setattr(process_group, "instantiate", lambda _: fails)

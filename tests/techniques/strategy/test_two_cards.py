@@ -1,4 +1,4 @@
-"""Every strategy on two cards, as users run it: losses, the share of each rank, and its memory and its prediction.
+"""Every strategy on two cards, as users run it: the loss, the share of each rank, and measured and predicted memory.
 
 Two processes on the CPU check that the test reads the results correctly.
 """
@@ -27,7 +27,8 @@ SIZES = {
 
 @pytest.fixture
 def train(small, tmp_path):
-    """Returns a function (overrides) -> (summary of a run of two ranks, whether each rank's shards are pinned)."""
+    """Returns a function (overrides) -> (summary of a run of two ranks, the ranks' answers whether their shards are
+    pinned: "True" or "False")."""
 
     def run(*overrides: str) -> tuple[dict, set[str]]:
         (seen := tmp_path / "seen").mkdir()

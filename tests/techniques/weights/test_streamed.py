@@ -1,6 +1,6 @@
 """Streamed weights have the bits of resident weights with every checkpointing policy, and no stale weight is read.
 
-The matrix is pairwise: any two choices of model, policy, loss, slots and precision are together in one row.
+`MATRIX` is pairwise: each pair of values of model, policy, loss, slots and precision occurs in some row.
 """
 
 import time
@@ -48,7 +48,7 @@ def overwritten_when_it_is_given_back(monkeypatch):
         bound = slot.bound
         free(self, slot)
         if bound:
-            slot.memory.fill_(0xFF)  # NaN, in either format
+            slot.memory.fill_(0xFF)  # NaN in bf16 and in fp16
 
     monkeypatch.setattr(Streamed, "_free", overwrites)
 
@@ -285,7 +285,7 @@ def test_streamed_block_output_in_a_dict_tuple_or_list_is_accepted_and_a_plain_o
         weights._leaves(3, object())
 
 
-def test_binding_a_slot_that_backward_still_reads_raises_an_error(begun, monkeypatch):
+def test_binding_a_streamed_block_to_a_slot_that_backward_still_reads_raises_an_error(begun, monkeypatch):
     _, weights = begun()
     weights._bind(0)
     weights.host_blocks[0].steps += 1
@@ -389,7 +389,7 @@ def test_host_updates_a_weight_after_its_pending_copy_unless_the_copy_is_not_reg
 # --- which weights stream ---------------------------------------------------------------------------------------------
 
 
-def test_streamed_weight_is_nan_when_not_loaded_and_restored_after_the_run():
+def test_streamed_parameters_hold_nan_after_the_move_to_the_host_and_are_restored_after_the_run():
     model = network("llama", num_hidden_layers=4)
     right = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights = Streamed(model)

@@ -31,7 +31,7 @@ def test_memory_sizes_in_binary_units_are_parsed_to_bytes(text, size):
 
 
 @pytest.mark.parametrize("text", ["12GB", "12G", "lots", "-1GiB", "0", ""])
-def test_memory_sizes_in_decimal_units_or_not_positive_are_refused(text):
+def test_memory_sizes_that_are_not_positive_numbers_in_binary_units_are_refused(text):
     with pytest.raises(Refused, match="GiB"):
         cap.parse_bytes(text)
 
@@ -118,7 +118,7 @@ def test_cuda_memory_fraction_is_rounded_up_to_the_limit():
 
 
 @pytest.mark.gpu
-def test_memory_limit_on_a_card_fails_a_larger_allocation_and_ends_with_its_context():
+def test_memory_limit_on_a_card_fails_a_larger_allocation_until_the_limit_is_removed():
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved() + 2**28
     with cap.capped(room, "cuda"):

@@ -82,7 +82,7 @@ def test_recorded_memory_categories_sum_to_the_peak_and_equal_the_sizes_of_the_t
 @pytest.mark.rows("32")
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
 def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit, monkeypatch, precision):
-    """With masters, gradients are still being copied to the host when backward ends."""
+    """With masters, copies of gradients to the host may still be under way when backward ends."""
     meters, seen, started = [], [], MemoryMeter.on_train_start
 
     def start(self, *arguments):

@@ -52,7 +52,7 @@ def test_memory_tracker_counts_storages_older_than_the_tracker_once():
     assert [point.bytes["weights"] for point in tracker.timeline()] == [4 * KIB]
 
 
-def test_tracker_assigns_gradients_and_optimizer_state_of_a_training_step():
+def test_memory_tracker_assigns_gradients_and_optimizer_state_of_a_training_step_to_categories():
     module = torch.nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     ledger = Ledger()
@@ -115,7 +115,7 @@ def test_memory_ledger_counts_tied_weights_once_and_finds_nested_optimizer_state
 
 
 @pytest.mark.wrong
-def test_tracker_without_weak_references_never_sees_a_release(monkeypatch):
+def test_memory_tracker_without_weak_references_does_not_notice_freed_storages(monkeypatch):
     """The deliberately wrong variant: the tracker does not keep its weak references."""
 
     class Forgetful(list):
@@ -131,7 +131,7 @@ def test_tracker_without_weak_references_never_sees_a_release(monkeypatch):
         assert list(tracker.timeline())[-1].total == 0
 
 
-def test_storage_older_than_the_tracker_counts_until_it_is_freed():
+def test_storage_older_than_the_memory_tracker_counts_until_the_storage_is_freed():
     """Optimizer state may be replaced, and gradients dropped. A later storage at the same address counts as new."""
     held, ledger = [floats(8), floats(4)], Ledger()
     ledger.own("optimizer", lambda: held[:1])

@@ -48,7 +48,7 @@ def is_same(config, arguments, model, weights=BY_LAYER, **how):
 
 
 def of_size(micro_batches, *more):
-    """Returns overrides for windows of so many micro-batches; an epoch has nine micro-batches."""
+    """Returns overrides for windows of this many micro-batches; an epoch has nine micro-batches."""
     return ("batch_size=1", f"accumulation.batches={micro_batches}", *more)
 
 
@@ -165,7 +165,7 @@ def test_by_layer_evaluation_and_samples_have_the_bits_of_resident_weights(fit, 
 
 
 def copies(config, micro_batches, weights=BY_LAYER):
-    """Returns the number of block copies in a window of so many micro-batches."""
+    """Returns the number of block copies in a window of this many micro-batches."""
     arguments = lines("llama", *of_size(micro_batches), "loss=chunked", "max_steps=1")
     return trained(config, weights, "llama", arguments).module.weights.fetched
 
@@ -430,7 +430,7 @@ def test_by_layer_error_in_a_micro_batch_ends_all_threads_and_the_next_run_has_r
     assert left() == []
 
 
-# --- the engine -------------------------------------------------------------------------------------------------------
+# --- barriers and threads ---------------------------------------------------------------------------------------------
 
 
 class Made:
@@ -522,7 +522,7 @@ def test_autocast_around_micro_batch_threads_raises_an_error():
     assert left() == []
 
 
-def test_gradient_missing_in_the_last_micro_batch_is_sent_to_the_host_after_the_window():
+def test_by_layer_sends_a_gradient_missing_in_the_last_micro_batch_to_the_host_after_the_window():
     sent = []
 
     class Sink:

@@ -66,14 +66,14 @@ def test_training_with_a_drive_has_the_bits_of_training_in_memory(config, in_mem
 
 
 @pytest.mark.parametrize("holds", ["state", "all"])
-def test_drive_with_updates_on_a_host_thread_gives_the_bits_of_memory(config, in_memory, tmp_path, holds):
+def test_drive_with_updates_on_a_host_thread_gives_the_bits_of_training_in_memory(config, in_memory, tmp_path, holds):
     """As on a card, the host thread accesses the drive while the training thread looks up where weights are."""
     lane = LateLane(seed=0)
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw8bit", "off", "fixed", holds, lane=lane)
 
 
 @pytest.mark.parametrize("holds", ["state", "all"])
-def test_drive_with_weights_order_by_layer_gives_the_bits_of_memory(config, tmp_path, holds):
+def test_drive_with_weights_order_by_layer_gives_the_bits_of_training_in_memory(config, tmp_path, holds):
     arguments = lines("llama", "loss=tiled", "loss.columns=64", "max_steps=2", policy="offload", clip="off")
     place = ["weights=streamed", "weights.order=by_layer"]
     drive = [f"weights.drive={tmp_path}", f"weights.drive_holds={holds}"]
@@ -126,7 +126,7 @@ def disk(monkeypatch):
 
 
 @pytest.mark.parametrize("how", [{"short": PAGE}, {"short": 3 * PAGE + 5}, {"late": 0.002}], ids=str)
-def test_slow_drive_or_short_transfers_give_the_bits_of_memory(config, in_memory, tmp_path, disk, how):
+def test_slow_drive_or_short_transfers_give_the_bits_of_training_in_memory(config, in_memory, tmp_path, disk, how):
     made = disk(**how)
     assert changes_no_bit(config, in_memory, tmp_path, *RECIPE)
     assert made.calls["read"] > 0
@@ -182,7 +182,9 @@ def written_when_its_turn_begins(monkeypatch):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [without_waiting_for_a_read, written_when_its_turn_begins])
-def test_drive_with_a_deliberate_fault_differs_from_memory(config, in_memory, tmp_path, disk, monkeypatch, wrong):
+def test_drive_with_a_deliberate_fault_differs_from_training_in_memory(
+    config, in_memory, tmp_path, disk, monkeypatch, wrong
+):
     disk(late=0.002)
     wrong(monkeypatch)
     assert not changes_no_bit(config, in_memory, tmp_path, *RECIPE)
@@ -334,7 +336,7 @@ def test_block_on_a_drive_uses_two_file_descriptors_for_any_number_of_tensors(tm
 
 
 @pytest.mark.matrix
-def test_adamw4bit_with_a_drive_gives_the_bits_of_memory(config, in_memory, tmp_path):
+def test_adamw4bit_with_a_drive_gives_the_bits_of_training_in_memory(config, in_memory, tmp_path):
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw4bit", "off", "none", "state")
 
 

@@ -248,7 +248,7 @@ def lane():
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_staged_link_on_a_card_has_the_bits_of_a_naive_training_loop(config, deterministic, lane, precision, clip):
-    """Once through a few small slots, where copies wait for each other, and once through the default slots."""
+    """Trains once with a few small slots, where copies wait for each other, and once with the default slots."""
     cfg = configured(config, precision, "adamw8bit", clip, "fixed", "linear", "loss=chunked", "device=cuda")
     right = naive(cfg)
     assert equal(ours(cfg, lane), right) and equal(ours(cfg), right)

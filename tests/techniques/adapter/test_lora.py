@@ -111,7 +111,7 @@ def test_log_names_the_layers_with_and_without_an_adapter(caplog):
 
 
 @pytest.mark.parametrize("target", ["*.q_proj", "q_proj", "model.layers.0.*", "*.layers.0.self_attn.[qv]_proj"])
-def test_target_pattern_adapts_the_expected_number_of_layers(target):
+def test_adapter_target_pattern_adapts_the_expected_number_of_layers(target):
     model = network()
     LoRA(target=[target])(model)
     names = {name.split(".lora_")[0] for name, _ in trainable(model)}
@@ -127,12 +127,12 @@ def test_target_pattern_adapts_the_expected_number_of_layers(target):
         (["q_porj"], r"LlamaForCausalLM has no layer of this name. Type some of \[down_proj,gate_proj"),
     ],
 )
-def test_target_that_cannot_be_adapted_is_refused(target, says):
+def test_adapter_target_that_cannot_be_adapted_or_does_not_exist_is_refused(target, says):
     with pytest.raises(Refused, match=says):
         LoRA(target=target)(network())
 
 
-def test_target_layer_whose_weight_a_mamba_kernel_reads_is_refused():
+def test_adapter_target_whose_weight_a_mamba_kernel_reads_is_refused():
     mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1))
     with pytest.raises(
         Refused, match=r"adapter.target=out_proj: .*out_proj cannot be adapted .*Type some of \[in_proj"
@@ -219,7 +219,7 @@ def test_dora_of_layers_that_peft_renames_is_refused():
         ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 16}, "feed_forward.router"),
     ],
 )
-def test_routers_are_neither_adapted_nor_quantized(kind, keys, router):
+def test_qlora_neither_adapts_nor_quantizes_routers(kind, keys, router):
     model = network(kind, **keys)
     assert any(name.endswith(router) for name in routers(model))
     QLoRA(r=4)(model)
@@ -237,7 +237,7 @@ def test_layers_that_a_mamba_kernel_reads_get_no_adapter(kind):
     assert "in_proj" in ends and not ends & {"x_proj", "dt_proj", "out_proj"}
 
 
-def test_merge_of_layers_that_share_a_weight_is_refused():
+def test_merging_adapters_of_layers_that_share_a_weight_is_refused():
     keys = shrunk("zamba2")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
     LoRA(r=4)(model)

@@ -1,4 +1,4 @@
-"""4-bit (NF4) layers, compared with the layers of bitsandbytes; and two errors of bitsandbytes on a CPU."""
+"""4-bit (NF4) layers, compared with the layers of bitsandbytes; and two bugs of bitsandbytes on a CPU."""
 
 import pickle
 from copy import deepcopy
@@ -177,7 +177,7 @@ def test_ledger_counts_the_tensors_of_an_nf4_layer_and_none_is_trainable():
     assert not list(ours.parameters())
 
 
-def test_matrix_quantized_in_pieces_has_the_bits_of_one_quantized_at_once(monkeypatch):
+def test_matrix_quantized_to_4_bits_in_pieces_has_the_bits_of_a_matrix_quantized_at_once(monkeypatch):
     matrix = torch.randn(70, 100)
     whole = nf4.quantized(matrix)
     monkeypatch.setattr(nf4, "PIECE", 3 * nf4.BLOCK)

@@ -99,7 +99,7 @@ def test_compiled_blocks_are_not_recompiled_after_the_second_shape():
     assert graphs() == 2
 
 
-def test_evaluation_and_generation_are_not_compiled():
+def test_compiled_blocks_are_not_used_in_evaluation_and_generation():
     model = compiled(shaped("llama")).eval()
     with torch.no_grad():
         model.generate(batch().input_ids, max_new_tokens=4, do_sample=False)

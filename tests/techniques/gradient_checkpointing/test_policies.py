@@ -1,4 +1,4 @@
-"""Activation checkpointing gives equal gradients from fewer bytes: any model, any segment size, with dropout."""
+"""Activation checkpointing gives equal gradients from fewer bytes, for every policy, many models and dropout."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""The chunked loss equals the full loss in every precision, and never holds all logits."""
+"""The chunked loss equals the full loss, also under autocast, and never holds all logits."""
 
 from dataclasses import replace
 

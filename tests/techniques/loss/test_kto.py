@@ -306,7 +306,8 @@ def test_kto_metrics_of_a_kind_of_answers_absent_from_validation_are_empty(fit, 
 
 
 def test_kto_metrics_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(fit, tmp_path):
-    """One of nine answers is undesirable. With two answers per micro-batch, four of five micro-batches have none."""
+    """One of nine answers is undesirable. With two answers per micro-batch, four of five micro-batches have no
+    undesirable answer."""
     found = []
     for size in (2, 12):
         lines = "max_steps=1", "lr=1e-12", f"batch_size={size}"
@@ -328,7 +329,7 @@ def test_kto_training_with_exchanged_ratings_lowers_the_accuracy_below_a_half(fi
 
 @pytest.mark.matrix
 def test_peak_of_kto_is_within_3_percent_of_fine_tuning_and_1_percent_of_its_prediction(fit, config, tmp_path):
-    """Both train on 16 full rows per micro-batch. With all logits at once the peak is over 10 % higher."""
+    """Both runs train on 16 full rows per micro-batch. With all logits at once the peak is over 10 % higher."""
     lines = "max_steps=6", "data.too_long=cut", "model.architecture.vocab_size=1024", "batch_size=16"
     file, columns = preferences(tmp_path, count=100, words=60), "loss.columns=128"
     typed = "data=preference", f"data.path={file}", "data.val_fraction=0.15", "loss=kto", columns, "plan=check"

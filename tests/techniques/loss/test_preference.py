@@ -146,7 +146,7 @@ COLOURS = ("red", "blue", "green", "yellow", "black", "white", "pink", "brown")
 
 
 def preferences(folder, exchanged=False, count=300, words=1):
-    """Writes pairs that prefer the alphabetically first word, and returns the file."""
+    """Writes pairs that prefer the alphabetically first word, or the second word if `exchanged`. Returns the file."""
     draw, lines = random.Random(0), []
     for _ in range(count):
         first, second = sorted(draw.sample(COLOURS, 2))
@@ -186,7 +186,7 @@ def test_dpo_training_with_exchanged_answers_lowers_the_accuracy_below_a_half(fi
 
 @pytest.mark.matrix
 def test_peak_of_dpo_is_within_3_percent_of_fine_tuning_and_1_percent_of_its_prediction(fit, config, tmp_path):
-    """Both train on 16 full rows per micro-batch. With all logits at once the peak is over 10 % higher."""
+    """Both runs train on 16 full rows per micro-batch. With all logits at once the peak is over 10 % higher."""
     lines = "max_steps=8", "seq_len=64", "data.too_long=cut", "model.architecture.vocab_size=1024", "plan=check"
     file = preferences(tmp_path, count=100, words=60)
     pairs = trained(fit, file, "loss=dpo", "loss.columns=128", *lines)

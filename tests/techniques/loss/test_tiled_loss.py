@@ -1,4 +1,4 @@
-"""The tiled loss equals the full loss in every precision, and no part of a 16-bit head is ever in fp32."""
+"""The tiled loss equals the full loss in fp32 and in 16 bits, and no part of a 16-bit head is ever in fp32."""
 
 from dataclasses import replace
 

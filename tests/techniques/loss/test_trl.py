@@ -130,7 +130,8 @@ def ratings():
 
 
 class Written(Rows):
-    """Rows of pairs in their given order. `reference` has shape (pairs, 2); None: not computed yet."""
+    """Rows of pairs in their given order. `reference` (pairs, 2): log-probabilities of the reference model;
+    None: not computed yet."""
 
     seq_len, reference = 32, None
 
@@ -151,7 +152,8 @@ class Written(Rows):
 
 
 class WrittenRatings(Written):
-    """Rows of rated answers. `reference` (answers, 2) is of the answers and of the mismatched answers."""
+    """Rows of rated answers. `reference` (answers, 2): log-probabilities of the answers and of the mismatched
+    answers."""
 
     def micro_batch(self, indices):
         rated = [self.pairs[index] for index in indices]
@@ -291,7 +293,7 @@ class Case(NamedTuple):
     """A loss with the settings of lowmem (`ours`) and of TRL."""
 
     ours: tuple[str, ...]
-    kind: str  # of TRL's trainers
+    kind: str  # a key of TRAINERS
     options: dict
     alike: bool = False  # see `pairs`
 

@@ -19,8 +19,9 @@ from new_process import in_a_new_process
 
 pytestmark = pytest.mark.kernels
 RULE = {"lr": 1e-2, "scale_parameter": False, "relative_step": False, "weight_decay": 0.1}
-# fp32 weights below 1 are 2**-24 apart, and a few are 2**-23 apart. Sums of squares in another order differ by 1e-7, so
-# a step of 1e-2 differs by 1e-9. That changes a few roundings, of the decay or of the step, in each of four steps.
+# fp32 weights from 0.5 to 1 are 2**-24 apart, and from 1 to 2 they are 2**-23 apart. Sums of squares in another order
+# differ by 1e-7, so a step of 1e-2 differs by 1e-9. That changes a few roundings, of the decay or of the step, in each
+# of four steps.
 REORDERED = 8 * 2**-24
 SMALL = 256  # elements of a piece
 CLIPPED = Reading(unscale=1 / 64, limit=1.5, clip=0.7)

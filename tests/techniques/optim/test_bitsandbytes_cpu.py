@@ -1,4 +1,4 @@
-"""The 8-bit optimizers of bitsandbytes with a compiled CPU step: its bits, its error, and its state."""
+"""The compiled CPU step of bitsandbytes' 8-bit optimizers: its bits, error, state and memory."""
 
 from copy import deepcopy
 
@@ -175,8 +175,8 @@ def test_compiled_8_bit_cpu_step_error_is_no_larger_than_the_error_of_bitsandbyt
 @needs_compiler
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_bitsandbytes_continues_from_the_state_of_the_compiled_8_bit_cpu_step(make, as_bitsandbytes_does, optim):
-    """The state has the same names and dtypes, and the next step is nearly equal. A run resumed on a card
-    relies on this."""
+    """The state has the same names and dtypes, and the next step is nearly equal. A run that resumes on a
+    card relies on this."""
 
     def stepped(p, ours, seed):
         p.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))

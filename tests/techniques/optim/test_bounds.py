@@ -54,8 +54,8 @@ def adams_longest_step(beta1=0.9, beta2=0.95):
     """Returns the largest |m| / sqrt(v) of Adam, both corrected for their bias, over all gradients of at most STEPS
     steps.
 
-    m = sum a_k g_k and v = sum b_k g_k^2 with a_k = (1 - beta1) beta1^k and b_k = (1 - beta2) beta2^k, and by the
-    inequality of Cauchy and Schwarz |m| <= sqrt(sum a_k^2 / b_k) sqrt(v).
+    m = sum a_k g_k and v = sum b_k g_k^2 with a_k = (1 - beta1) beta1^k and b_k = (1 - beta2) beta2^k. By the
+    Cauchy-Schwarz inequality |m| <= sqrt(sum a_k^2 / b_k) sqrt(v).
     """
     longest, total = 0.0, 0.0
     for k in range(STEPS):
@@ -69,7 +69,7 @@ def adam(every):
 
 
 def adam_in_codes(every):
-    """Rounding to a code is off by at most half of the distance to the next code: a step at most doubles."""
+    """Rounding a moment to a code is off by at most half of the distance between codes, so a step at most doubles."""
     return 2 * adam(every)
 
 
@@ -166,7 +166,7 @@ def matrix():
 def moved(config, monkeypatch):
     """Returns a function (optim, precision, module) -> (largest movement of a weight as a fraction of its bound,
     weights that never had a gradient)."""
-    # torchao compiles its step, which takes seconds; its operators are the same
+    # torchao compiles its step, which takes seconds; without compilation it runs the same operators
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
     def moves(optim, precision="32", module=embedding):

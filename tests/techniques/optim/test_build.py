@@ -40,7 +40,7 @@ def rms(change):
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o != "sgd"])
 def test_first_step_of_every_optimizer_but_sgd_has_the_rms_of_adamw_within_20_percent(config, optim):
-    """`lr` is the RMS of a step; no optimizer rescales `lr`."""
+    """`lr` is the RMS of the first step of each of these optimizers."""
     shape = (128, 256) if optim in COMPILED else (256, 1024)
     change, _ = stepped(config, optim, shape, "optim.weight_decay=0")
     adamw, _ = stepped(config, "adamw", shape, "optim.weight_decay=0")
@@ -182,7 +182,7 @@ def test_weight_decay_is_decoupled_and_shrinks_a_matrix_by_lr_times_decay(config
 
 @pytest.mark.wrong
 def test_adam_with_l2_weight_decay_moves_every_weight_by_about_lr(config):
-    """The deliberately wrong variant: Adam with L2 moves a whole step of lr."""
+    """The deliberately wrong variant: the decay enters Adam's moments, so each weight moves by a full step."""
     model = nn.Linear(64, 64, bias=False)
     before = model.weight.detach().clone()
     made = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.5)
@@ -258,7 +258,7 @@ def test_embedding_state_has_8_or_32_bits_as_embedding_bits_sets(config, optim, 
     first = "m" if optim == "adamw8bit" else "state1"
     embedding, matrix = (made.state[p][first].dtype.itemsize for p in model.parameters())
     assert matrix == 1 and embedding == bits // 8
-    if optim != "adamw8bit":  # bitsandbytes keeps such settings in a table of the process, which would outlive the job
+    if optim != "adamw8bit":  # bitsandbytes keeps such settings in a process-wide table, which outlives the job
         assert not made.mng.pid2config and not made.mng.module_weight_config_triple
 
 
@@ -355,7 +355,7 @@ PAGED = [optim for optim in OPTIMIZERS if optim.startswith("paged")]
 def test_paged_state_is_restored_as_paged_memory_unless_bitsandbytes_restores_the_state(
     config, managed, monkeypatch, tmp_path, optim, guarded
 ):
-    """The unguarded variant is deliberately wrong: bitsandbytes moves the saved state to the device, not paged."""
+    """The unguarded variant is deliberately wrong: bitsandbytes moves the saved state to ordinary device memory."""
     from lowmem.techniques.optim import build
 
     if not guarded:

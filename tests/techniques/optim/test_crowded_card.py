@@ -2,7 +2,8 @@
 
 Before the optimizer has any state, a filler takes all free memory of the card except half of the state's size. The
 optimizer without pages then runs out of memory. If the paged optimizer still steps, and its weights are equal bit for
-bit, no step can have had all of its state on the card. Then the state is saved and restored, which must page it again.
+bit, no step can have had all of its state on the card. The test then saves and restores the state, and the restored
+state must be paged again.
 
 On some machines a card hangs if its free memory is smaller than the paged state, and everything after that hangs too.
 So the test on a card runs only with CROWD_THE_CARD=1.
@@ -88,7 +89,8 @@ def weights(model):
 def test_paged_optimizer_on_a_full_card_has_the_weights_of_unpaged_state_unless_restored_without_state(
     config, monkeypatch, device, lost
 ):
-    """In the lost, deliberately wrong variant the second half begins without state. On a CPU nothing is paged."""
+    """In the lost, deliberately wrong variant the second half of the steps begins without state. On a CPU nothing is
+    paged."""
     if device == "cuda" and not os.environ.get("CROWD_THE_CARD"):
         pytest.skip("a card with less room than its pages need may hang: CROWD_THE_CARD=1 asks for it")
     if lost:

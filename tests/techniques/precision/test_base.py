@@ -21,7 +21,7 @@ EVERY = [
 
 
 def asked(text):
-    """Returns the attributes of `plugin`, `precision` and `<...>.precision_plugin` that a source reads."""
+    """Returns the attributes of `plugin`, `precision` and `<...>.precision_plugin` that a source file reads."""
 
     def is_precision(node):
         return getattr(node, "attr", "") == "precision_plugin" or getattr(node, "id", "") in ("plugin", "precision")

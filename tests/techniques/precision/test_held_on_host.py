@@ -78,7 +78,6 @@ def test_checkpoint_of_streamed_weights_stores_trained_weights_only_unless_store
 def test_module_whose_weights_the_host_updates_can_be_fitted_twice_and_changes_all_weights_in_both_fits(
     config, precision, weights
 ):
-    """The same module is fitted twice in one process, with a new trainer."""
     optim = "adafactor" if precision == "bf16-sr" else "adamw8bit"
     cfg = configured(config, *lines("llama", f"weights={weights}", "max_steps=1", precision=precision, optim=optim))
     module = built(cfg, "llama")

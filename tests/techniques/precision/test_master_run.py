@@ -45,7 +45,7 @@ def test_masters_leave_2_bytes_per_parameter_on_the_device_and_all_state_on_the_
         assert int(row["optimizer_bytes"]) == 0
     state = sum(t.nbytes for t in state_tensors(saved(run)))
     host_bytes = int(next(row for row in rows if row["step"] == "3")["host_tensor_bytes"])
-    # masters, the gradients of one micro-batch, and the state: counted on the tensors
+    # masters, the gradients of one micro-batch, and the state that the checkpoint has
     assert host_bytes == pytest.approx((4 + 2) * parameters + state, rel=0.01)
 
 
@@ -267,7 +267,7 @@ def test_available_host_memory_is_between_1_mib_and_1_pib():
 
 
 def test_masters_of_a_yaml_without_early_step_default_to_early_updates(config, fit):
-    """A user's yaml may lack `early_step`. Early updates are then on, and cannot be undone."""
+    """A user's yaml may lack `early_step`. Early updates are then on, and on_nonfinite=skip is refused."""
     run = config("precision=bf16-master", "clip=null", "on_nonfinite=skip")
     node = run.precision.plain()
     del node["early_step"]

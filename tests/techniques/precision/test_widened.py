@@ -149,7 +149,7 @@ def below(monkeypatch):
     calls, native = [], widening._native
 
     def recorded(product):
-        own = native(product)  # look up now: later this would be the replacement
+        own = native(product)  # look up now: a later lookup would return the replacement
 
         def kernel(keys, *args, **kwargs):
             calls.append(dtypes((args, kwargs)))
@@ -244,7 +244,7 @@ def test_run_with_products_widened_to_fp32_has_the_peak_memory_of_a_native_16_bi
 
 
 def replaced(below):
-    """Returns True if a product does not go to torch's own kernel directly."""
+    """Returns True if a matrix product runs in a replaced kernel."""
     below.clear()
     torch.mm(torch.eye(2), torch.eye(2))
     return bool(below)
@@ -293,7 +293,8 @@ def test_every_precision_creates_a_plugin_with_its_dtype_and_the_typed_device(pr
 
 
 def test_queries_for_16_bit_cpu_units_exist_in_torch_and_missing_queries_disable_widening(monkeypatch):
-    """The names are private. If torch drops the names, nothing is widened, and fp16 on a CPU takes 40 times as long."""
+    """The names of the queries are private. If torch drops them, nothing is widened, and fp16 on a CPU takes 40 times
+    as long."""
     if platform.machine() == "x86_64":
         assert all(isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{n}_supported")(), bool) for n in ("fp16", "bf16"))
     monkeypatch.setattr(widening, "NAMES", {torch.float16: "no_such_dtype"})

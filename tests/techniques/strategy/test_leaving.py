@@ -100,7 +100,7 @@ def test_ddp_reducer_is_freed_before_its_group_is_destroyed(at_the_end, monkeypa
 
 @pytest.mark.wrong
 def test_unreleased_ddp_reducer_still_exists_when_its_group_is_destroyed(at_the_end):
-    """The deliberately wrong variant: one in some hundred such exits hangs."""
+    """The deliberately wrong variant: about one of several hundred such exits hangs."""
     assert at_the_end(releases=False)
 
 

@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(processes):
-    """Yields a function: a case -> the results of its ranks."""
+    """Yields a function (case, number of ranks; None: of the case) -> the results of the ranks."""
     started = {size: Ranks(processes, size) for size in (2, 4)}
     yield lambda case, size=None: started[size or composed(case).devices](case)
     for one in started.values():
@@ -103,7 +103,7 @@ WRONG = (
 def test_strategy_with_a_deliberate_fault_differs_from_one_process(ranks, folder, strategy, name, mistake):
     case, bands = features(folder)[name]
     # One row per rank. With two rows, the numbers of tokens of the ranks are nearly equal, so a fault changes little.
-    # The changes of bf16 products between processors could then hide the fault.
+    # Differences of bf16 products between processors could then hide the fault.
     case = replace(typed(case, strategy), together=2)
     try:
         found = apart(ranks(replace(case, wrong=mistake)), alone(case))

@@ -43,8 +43,8 @@ def alone(case):
 
 
 def largest_error(ranks, one):
-    """Returns the largest error of gradients by window and of the final weights, relative to the largest
-    element of each tensor."""
+    """Returns the largest error of each window's gradients and of the final weights, relative to the largest element of
+    the tensor."""
     assert {name for rank in ranks for name in rank["weights"]} == one["weights"].keys()
     pairs = [(p, one["weights"][name]) for rank in ranks for name, p in rank["weights"].items()]
     for rank in ranks:

@@ -34,7 +34,7 @@ MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def streamed(slots=2, *more):
-    """Returns overrides that stream weights for each micro-batch; test_by_layer.py tests the other order."""
+    """Returns overrides that stream weights for each micro-batch; test_by_layer.py tests `by_layer`."""
     return ["weights=streamed", "weights.order=by_micro_batch", f"weights.slots={slots}", *more]
 
 
@@ -203,7 +203,7 @@ WAITS = [
     ("policy", "slots"), [WAITS[0], *(pytest.param(*w, marks=pytest.mark.matrix) for w in WAITS[1:])]
 )
 def test_device_waits_once_per_step_if_copies_are_faster_than_compute(config, policy, slots):
-    """The one wait is for the first block after a step, when nothing else computes."""
+    """The device waits for the first block after a step, because nothing else can be computed meanwhile."""
     steps = 2
     arguments = lines("llama", "loss=chunked", f"max_steps={steps}", policy=policy)
 

@@ -1,5 +1,5 @@
-"""Fixtures of all tests: a corpus of a few files, a model of a few thousand parameters, and two ways to start a run (as
-a function and as a command)."""
+"""Shared fixtures, such as a corpus of 12 files, overrides for a model of 43,264 parameters, and two ways to start a
+run (as a function and as a command)."""
 
 import base64
 import gc
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: one core per worker
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: one thread per worker
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise torch.compile starts a pool of processes
-# torch reads it once, at the first matmul on a card, possibly in a test without `deterministic`. The value is that of
-# an H100.
+# torch reads the variable once, at the first matmul on a card, possibly in a test without `deterministic`. The value is
+# torch's default on an H100.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -44,14 +44,14 @@ def _composed(lines, name, whole):
 
 
 def composed(lines, name="config", whole=False):
-    """Composes a config once per process, and returns copies. Hydra takes a tenth of a second per config, which would
-    be a fifth of the time of all tests."""
+    """Composes a config once per process, and returns copies. Inside an initialized Hydra, the config is composed
+    again. Hydra takes a tenth of a second per config, which would be a fifth of the time of all tests."""
     if GlobalHydra.instance().is_initialized():
         return overrides.composed.now(lines, name, whole)
     return pickle.loads(_composed(tuple(lines), name, whole))
 
 
-composed.now, overrides.composed = overrides.composed, composed  # before anything else imports it
+composed.now, overrides.composed = overrides.composed, composed  # before another module imports `composed`
 
 import made_runs  # noqa: E402
 from lowmem.command import cli  # noqa: E402
@@ -91,8 +91,8 @@ PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQV
 
 
 def pytest_collection_finish(session):
-    """Excludes all objects that exist after collection (millions) from garbage collection, and makes full collections
-    ten times less frequent: they took a seventh of the time of all tests."""
+    """Excludes all objects that exist after test collection (millions) from garbage collection, and makes collections
+    less frequent: full garbage collections took a seventh of the time of all tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(2000, 20, 100)
@@ -122,7 +122,7 @@ def small(text_folder, tmp_path_factory) -> tuple[str, ...]:
 
 
 def beside(base: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
-    """Returns the overrides of a small run, in which typed overrides replace overrides of equal keys."""
+    """Returns the overrides in `base`, followed by `overrides`, which replace overrides of equal keys."""
     typed = {key(o) for o in overrides}
     if "model" in typed:  # another model has other architecture keys
         base = tuple(o for o in base if not o.startswith("model."))
@@ -131,7 +131,7 @@ def beside(base: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
 
 @pytest.fixture
 def config(small):
-    """Returns a function: (overrides) -> the config of a small run. Its values are not checked, because some tests
+    """Returns a function: (overrides) -> the config of a small run. The values are not checked, because some tests
     compute in float64."""
 
     def make(*overrides: str, base: tuple[str, ...] = small):
@@ -163,7 +163,7 @@ def command(small, tmp_path, monkeypatch, capsys):
     import train
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
-        """Args: base: overrides in addition to the arguments; None: no further overrides and no output folders."""
+        """Args: base: overrides to add, together with the output folders; None: neither is added."""
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
         lines = beside(() if base is None else (*base, *folders), arguments)
         lines = sorted(lines, key=lambda a: not a.startswith("-"))
@@ -183,7 +183,7 @@ def command(small, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def processes():
-    """Returns a multiprocessing context that forks from a process with all imports done."""
+    """Returns a multiprocessing context that forks from a server process in which the slow imports are done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "bitsandbytes", "dying", "told", "claiming"])
     return context
@@ -191,8 +191,7 @@ def processes():
 
 @pytest.fixture
 def group_of_one():
-    """Yields a gloo group whose only rank is this process. The group is left like that of a run, otherwise it might
-    hang."""
+    """Yields a gloo group whose only rank is this process. Leaves the group as a run does, to avoid a deadlock."""
     import torch.distributed as dist
 
     from lowmem.techniques.strategy.process_group import leave
@@ -214,7 +213,7 @@ def deterministic():
 
 @pytest.fixture
 def as_for_families():
-    """Silences the libraries and limits threads for models of every architecture."""
+    """Silences the libraries and limits torch to one thread, as in the benchmark of architectures."""
     from benchmarks.architectures import _prepare
 
     threads = torch.get_num_threads()

@@ -1,4 +1,5 @@
-"""Tests techniques on ten architectures of transformers, each with something special around its blocks or its head."""
+"""Tests techniques on ten architectures of transformers, each with something special around its blocks or its head.
+Mark `matrix` adds 20 popular architectures."""
 
 import logging
 
@@ -24,7 +25,7 @@ FAMILIES = {
     "xlstm": "no attention, a cap",
 }
 
-# Popular architectures: dense, grouped heads, sliding windows, logit caps and scales, experts, state spaces.
+# Popular architectures: dense, grouped heads, sliding windows, logit caps and scales, experts.
 POPULAR = (
     *("gpt2", "gptj", "gpt_neox", "opt", "bloom", "falcon", "llama", "mistral", "qwen2", "qwen3", "gemma2"),
     *("gemma3_text", "phi3", "olmo2", "cohere", "granite", "starcoder2", "qwen3_moe", "gpt_oss", "olmoe"),
@@ -69,7 +70,7 @@ def test_architecture_that_needs_special_config_values_is_built_and_passes_its_c
     assert architectures.starts(shrunk(name)) == "right"
 
 
-def test_architecture_that_cannot_be_trained_alone_is_reported_with_the_reason():
+def test_draft_model_that_cannot_be_trained_alone_is_reported_as_not_built_with_the_reason():
     assert family("gemma4_assistant") == {
         "starts as typed": f"not built: {architectures.IMPOSSIBLE['gemma4_assistant']}"
     }

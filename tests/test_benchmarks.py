@@ -1,5 +1,5 @@
-"""Tests the foundations of the benchmarks: loops run in turns, all loops compute equal losses, and recorded results
-agree with the pages."""
+"""Tests the benchmarks: loops run in turns, all loops compute equal losses, predictions agree with published figures,
+and recorded results agree with the pages."""
 
 import dataclasses
 import json
@@ -86,14 +86,14 @@ def test_single_benchmark_loop_runs_without_waiting_for_other_loops(monkeypatch)
     assert len(alone.seconds) == 1
 
 
-def test_benchmark_called_with_row_prints_the_row_as_json_and_exits(monkeypatch, capsys):
+def test_benchmark_with_the_row_option_prints_the_row_as_json_and_exits(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmark", "--row", "tiny", "seq_len=8"])
     with pytest.raises(SystemExit) as end:
         options_of(ArgumentParser(), lambda *words: {"words": words})
     assert end.value.code is None and json.loads(capsys.readouterr().out) == {"words": ["tiny", "seq_len=8"]}
 
 
-def test_benchmark_without_a_row_returns_its_options(monkeypatch):
+def test_benchmark_without_the_row_option_returns_its_parsed_options(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmark"])
     assert options_of(ArgumentParser(), pytest.fail).row is None
 
@@ -186,7 +186,8 @@ def test_streamed_benchmark_counts_the_copied_bytes(tmp_path):
 
 
 def measured_quality():
-    """Returns {precision or optimizer: difference from fp32, or from AdamW}, and the spread of fp32's seeds."""
+    """Returns {precision or optimizer: bits per byte above fp32 or AdamW}, and the range of bits per byte of fp32
+    over its seeds."""
     rows = {name: figures["new"] for name, figures in stored("quality")["rows"].items()}
     plain = {seed: rows[f"precision=32 seed={seed}"] for seed in SEEDS}
     lost = {
@@ -199,7 +200,7 @@ def measured_quality():
     return lost, max(plain.values()) - min(plain.values())
 
 
-def test_planner_tries_only_techniques_that_differ_from_fp32_by_less_than_seeds_do():
+def test_planner_tries_only_techniques_whose_measured_loss_differs_less_than_between_seeds():
     lost, spread = measured_quality()
     tried = {
         name

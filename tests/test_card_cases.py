@@ -1,5 +1,5 @@
-"""Tests `python -m benchmarks.card` without a card: ends of cases, stored results, timed blocks, and a rehearsal on a
-CPU."""
+"""Tests `python -m benchmarks.card` without a card: how a case ends, stored results, timed blocks, the page, and a
+rehearsal on a CPU."""
 
 import inspect
 import json
@@ -40,7 +40,7 @@ def here(tmp_path):
         ("left_out", "left out", "it needs a card of 9 TiB"),
     ],
 )
-def test_benchmark_case_keeps_its_rows_and_the_reason_of_its_end(name, status, why):
+def test_record_of_a_benchmark_case_has_its_rows_its_status_and_the_reason_of_a_failure(name, status, why):
     record = case.run(MADE_UP[name], "cpu", 60)
     assert record["status"] == status and len(record["rows"]) == 1
     assert "why" not in record if why is None else record["why"].splitlines()[-1] == why
@@ -67,7 +67,8 @@ def test_environment_of_a_benchmark_case_drops_user_settings_that_change_figures
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Returns a function that runs the command with made-up cases, which it records, instead of processes."""
+    """Returns a function that runs the command with three made-up cases: (arguments) -> (exit code, names of the cases
+    begun). Cases are recorded instead of started as processes."""
     began, results = [], {}
     monkeypatch.setattr(cases, "CASES", tuple(Case(name, 30, f"made_up:{name}") for name in "abc"))
     monkeypatch.setattr(page, "CASES", cases.CASES)
@@ -94,7 +95,9 @@ def machine(name="a card"):
     return {"card": name, "card_bytes": 1 << 34, "processor": "a CPU", "cores": 2, "versions": versions}
 
 
-def test_benchmark_cases_run_within_the_minutes_and_the_next_call_continues(run, monkeypatch, capsys):
+def test_benchmark_begins_no_case_that_exceeds_the_minutes_left_and_the_next_call_runs_the_rest(
+    run, monkeypatch, capsys
+):
     clock = iter([0.0, 0.0, 31.0, 35.0])
     monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
     assert run("--minutes", "1") == (0, ["a"])
@@ -117,7 +120,7 @@ def test_benchmark_results_are_written_after_each_case(run, monkeypatch):
     assert json.loads(run.file.read_text())["cases"].keys() == {"a"}
 
 
-def test_benchmark_case_limit_is_twice_its_estimate_and_at_most_the_time_left(run, monkeypatch):
+def test_time_limit_of_a_benchmark_case_is_a_multiple_of_its_estimate_and_at_most_the_minutes_left(run, monkeypatch):
     monkeypatch.setitem(command.PATIENCE, "cpu", 4)
     run("--minutes", "9", "--only", "a")
     assert run.began == [("a", 120)]
@@ -132,7 +135,7 @@ def test_benchmark_case_ended_by_the_minutes_runs_again_and_one_ended_by_its_lim
     assert run("--minutes", "30")[1] == []
 
 
-def test_benchmark_option_only_repeats_the_named_cases_and_keeps_other_results(run):
+def test_cases_named_by_the_only_option_of_the_benchmark_run_again_and_other_results_are_kept(run):
     run()
     assert run("--only", "b,c") == (0, ["b", "c"])
     assert json.loads(run.file.read_text())["cases"].keys() == {"a", "b", "c"}
@@ -271,7 +274,7 @@ def test_memory_meter_tracks_no_timed_step_of_a_benchmark(here, monkeypatch):
     assert steps == [1] and ours.MemoryMeter.first == 3
 
 
-def test_benchmark_loop_that_ends_before_its_steps_raises_an_error(here):
+def test_benchmark_loop_that_makes_too_few_steps_raises_an_error(here):
     watch = Blocks(here, steps=5)
     watch.begin()
     watch.end()
@@ -380,7 +383,7 @@ def test_profiled_benchmark_closed_early_restores_debug_mode_and_warnings(profil
     watch.begin()
     watch.close()
     assert modes == ["warn", "default"] and warnings.showwarning is showwarning
-    with torch.profiler.profile():  # torch would refuse it if another profiler were active
+    with torch.profiler.profile():  # torch refuses a second active profiler
         pass
 
 
@@ -434,7 +437,7 @@ def test_streamed_benchmark_is_right_only_if_its_losses_equal_the_resident_losse
     assert last["right"] is is_right and list(last["found"].values()) == [is_right]
 
 
-def test_second_benchmark_run_reports_equal_bits_and_the_cost_of_determinism(here, monkeypatch):
+def test_repeated_benchmark_run_reports_whether_bits_are_equal_and_the_cost_of_determinism(here, monkeypatch):
     losses = iter([1.0, 1.0, 1.0, 2.0])
 
     def train(name, here, watch, *more):

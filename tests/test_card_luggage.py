@@ -103,7 +103,7 @@ def test_missing_requirements_lists_packages_that_neither_wheels_nor_image_provi
     assert 'b needs backport; python_version < "3.12"' in luggage.missing_requirements(tmp_path, "3.11", image)
 
 
-def test_wheels_that_are_not_in_the_list_are_refused(tmp_path: Path):
+def test_wheel_of_a_version_that_is_not_in_the_list_of_uploaded_wheels_is_refused(tmp_path: Path):
     made_wheel(tmp_path, "hydra_core", luggage.WHEELS["hydra-core"], {"hydra.py": ""})
     luggage.refuse_others(tmp_path)
     made_wheel(tmp_path, "hydra_core", "1.0", {"hydra.py": ""})

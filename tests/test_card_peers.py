@@ -17,7 +17,7 @@ def network_and_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn
     return network, step
 
 
-def test_peer_loops_get_a_bf16_network_and_all_rows_of_a_step(network_and_step):
+def test_roundpipe_and_trainstream_benchmarks_get_a_bf16_network_and_all_rows_with_shifted_labels(network_and_step):
     network, step = network_and_step
     assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
     assert step.ids.shape == step.labels.shape == (8, 16)

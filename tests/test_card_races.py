@@ -46,7 +46,7 @@ def test_race_benchmark_whose_checker_finds_no_races_is_not_right(rows, monkeypa
         (0, 9, 3, True, False),
     ],
 )
-def test_race_benchmark_without_races_is_right_only_if_copies_and_streams_were_seen(
+def test_race_benchmark_is_right_only_with_the_expected_races_and_with_copies_on_several_streams(
     count, copies, streams, wrong, is_right
 ):
     seen = case.Seen(races=["a race"] * count)
@@ -56,7 +56,7 @@ def test_race_benchmark_without_races_is_right_only_if_copies_and_streams_were_s
 
 
 def test_race_benchmark_counts_reports_of_torchs_sanitizer_and_refuses_a_run_without_it(monkeypatch):
-    """With made-up accesses, because the sanitizer watches only CUDA tensors."""
+    """Uses made-up accesses, because the sanitizer watches only CUDA tensors."""
     from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 
     with pytest.raises(SystemExit, match="torch was imported without TORCH_CUDA_SANITIZER=1"), case._by_torch():

@@ -1,4 +1,4 @@
-"""Tests the benchmark loop with TRL's SFTTrainer: its rows, their order and its mean loss equal a plain loop."""
+"""Tests that the benchmark loop with TRL's SFTTrainer has the losses and weights of a plain loop."""
 
 from typing import NamedTuple
 

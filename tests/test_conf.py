@@ -188,7 +188,7 @@ def test_preset_composes_states_its_measurement_and_yields_to_typed_overrides(pr
 @pytest.mark.rows("*-baseline", "*-chat_lora_8gb")
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("line", ["accumulation=none", "loss=full", "data=random", "model=tiny"])
-def test_choice_typed_beside_a_preset_drops_the_keys_of_the_preset(preset, line):
+def test_choice_typed_beside_a_preset_drops_keys_that_the_preset_sets_in_this_group(preset, line):
     """If another choice is typed, keys of the preset's own choice, such as accumulation.size, are dropped."""
     group, experiment = line.split("=")[0], OmegaConf.load(CONF / "experiment" / f"{preset}.yaml")
     cfg = typed_lines.composed([f"experiment={preset}", line, "seq_len=128"])
@@ -239,7 +239,8 @@ def test_experiment_defaults_may_contain_self(tmp_path, monkeypatch):
         assert typed_lines.composed.now([typed, "accumulation=none"]).accumulation.batches == 1
 
 
-LIBRARIES = 450 * 2**20  # resident in a run before its model is loaded; this process may have run other tests before
+# bytes resident in a run before its model is loaded; this process may have more, from earlier tests
+LIBRARIES = 450 * 2**20
 CARDS = [name for name in PRESETS if re.search(r"\dgb$", name) or name == "continue_pretraining"]
 
 

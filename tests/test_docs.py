@@ -49,7 +49,7 @@ def run(folder, line, *more):
 
 
 def command(start):
-    """Returns the command line of the page with this beginning."""
+    """Returns the first command of the page that begins with `start`."""
     text = next(text for language, _, text in BLOCKS if language == "sh")
     return next(line for line in text.splitlines() if line.startswith(start))
 
@@ -77,8 +77,8 @@ def test_documented_techniques_save_what_they_declare_and_their_tests_pass(copy)
 
 
 def test_generated_tests_of_the_documented_techniques_pass(copy):
-    """These tests are generated for each technique, or are listed on the page. Their wrong variants need `-m
-    matrix`."""
+    """Some of these tests are generated for each technique, others are listed on the page. Wrong variants of the former
+    need `-m matrix`."""
     own = "techniques/optim", "techniques/precision/test_odd.py"
     where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", *own)
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
@@ -154,7 +154,7 @@ def test_make_test_passes_after_techniques_are_added_as_documented(copy, small):
         assert code == 0, said
     assert "| precision=bf16-odd | weights=streamed" in (copy / "docs" / "techniques.md").read_text()
     files = [file for file in (copy / "tests").rglob("test_*.py") if READS_TECHNIQUES.search(file.read_text())]
-    files.remove(copy / "tests" / "test_docs.py")  # it would follow the page again
+    files.remove(copy / "tests" / "test_docs.py")  # this file would follow the page again
     assert {"test_conf.py", "test_parity.py", "test_trace.py", "test_readme.py"} <= {file.name for file in files}
     code, said = run(copy, make_test(), *map(str, files))
     assert code == 0, said[-20000:]

@@ -36,7 +36,7 @@ def _imported(name, file, known):
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Returns the modules of an import cycle, or an empty list. Each module imports the next, and the last the
+    """Returns the modules of an import cycle, or an empty list. Each module imports the next, and the last imports the
     first."""
     done: set[str] = set()
 

@@ -1,5 +1,5 @@
-"""Tests `make test-kernels`: it changes one variable at a time, reports settings that the processor lacks, and fails if
-the tests fail with any setting."""
+"""Tests `make test-kernels`: each setting changes at most one variable besides the thread count, settings that the
+processor lacks are reported, and a failure with any setting is a failure of the command."""
 
 import re
 import subprocess
@@ -46,14 +46,14 @@ def test_kernel_tests_are_selected_by_existing_marks(ran, pytestconfig):
     assert {*ran.marks.split()} <= known | {"and", "or", "not"}
 
 
-def test_kernel_settings_change_one_variable_at_a_time(ran):
+def test_kernel_setting_changes_at_most_one_variable_besides_the_thread_count(ran):
     ran(units={needed for *_, needed in kernels.SETTINGS})
     assert len(ran.settings) == len(kernels.SETTINGS)
     assert all(len(setting) == 1 or setting["OMP_NUM_THREADS"] == "1" for setting in ran.settings)
     assert max(map(len, ran.settings)) == 2
 
 
-def test_shards_divide_the_kernel_settings(ran):
+def test_shards_of_make_test_kernels_run_each_setting_once(ran):
     found = []
     for number in range(1, 5):
         ran(units={needed for *_, needed in kernels.SETTINGS}, shard=f"{number}/4")

@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def cell(words: str) -> str:
-    """Returns the code of the only cell that contains these words."""
+    """Returns the code of the only cell that contains `words`."""
     (found,) = (code for code in CODE if words in code)
     return found
 
@@ -61,7 +61,8 @@ def test_notebook_run_on_a_card_is_not_refused(monkeypatch, weights):
 
 
 def two_runs(folder, change=lambda weights: None, **summary):
-    """Returns the variables of the notebook after two runs. `change` may change the weights of the second run."""
+    """Returns the variables of the notebook after two runs. Args: change: may change the weights of the second run;
+    summary: replaces values in the summaries of both runs."""
     runs = {}
     for name, held in (("streamed", 10), ("resident", 30)):
         weights = {"a": torch.ones(4), "b": torch.ones(2)}

@@ -65,7 +65,7 @@ def placed(node) -> Placed:
 
 
 def unreadable(svg: str) -> list[str]:
-    """Returns the texts that leave the picture, that lie on another text, or that are too small."""
+    """Returns a message for each text that leaves the picture, overlaps another text, or is too small."""
     found, height = texts(svg), float(ET.fromstring(svg).get("height"))
     wrong = [f"{t.words}: outside" for t in found if t.left < 8 or t.right > WIDTH - 8 or t.bottom > height - 4]
     for one, other in combinations(found, 2):
@@ -91,7 +91,7 @@ def test_picture_of_a_refusal_has_the_printed_text():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_of_a_documentation_picture_do_not_overlap_or_leave_it(name):
+def test_texts_of_a_documentation_picture_are_large_enough_inside_and_do_not_overlap(name):
     assert unreadable(file_of(name).read_text(encoding="utf-8")) == []
 
 
@@ -122,12 +122,12 @@ def test_check_of_documentation_pictures_finds_overlaps_and_unknown_overrides():
 
 @pytest.mark.parametrize("symptom", pictures.SYMPTOMS, ids=lambda symptom: symptom.title)
 def test_overrides_in_the_picture_of_symptoms_are_not_refused(symptom):
-    """The second overrides are added to the first, or replace overrides of equal groups."""
+    """The second overrides are added to the first, or replace overrides of the same keys."""
     (first, _), (second, _) = symptom.words
     both = dict(word.split("=", 1) for word in f"{first} {second}".split())
     if "weights" in both:  # streamed weights need masters and recomputed blocks
         both = {"precision": "bf16-master", "gradient_checkpointing": "offload", **both}
-    beside = "python train.py model=gpt2 memory.limit=12GiB"  # no size of a batch is searched without a card
+    beside = "python train.py model=gpt2 memory.limit=12GiB"  # batch_size=auto needs a limit without a card
     lines = [f"    {beside} {words}" for words in (first, " ".join(f"{key}={value}" for key, value in both.items()))]
     assert pages.refused("\n".join(lines)) == []
 

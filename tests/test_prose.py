@@ -17,7 +17,7 @@ def test_prose_check_finds_names_without_meaning(tmp_path, name, is_found):
 
 
 @pytest.mark.parametrize("text", ["Of the whole, its shape.", "Returns the shape", "A pinned staging buffer"])
-def test_prose_check_accepts_a_docstring_that_is_a_noun_phrase(tmp_path, text):
+def test_prose_check_does_not_restrict_the_first_word_or_the_end_of_a_docstring(tmp_path, text):
     file = tmp_path / "code.py"
     file.write_text(f'def opened():\n    """{text}"""\n')
     assert not list(wrong(file))
@@ -85,7 +85,7 @@ def test_plain_docstrings_and_comments_pass_the_prose_check(tmp_path, place, rem
     assert main(str(tmp_path)) == 0
 
 
-def test_docstring_with_no_after_a_line_break_passes_the_prose_check(tmp_path):
+def test_docstring_with_there_is_no_over_two_lines_passes_the_prose_check(tmp_path):
     (tmp_path / "code.py").write_text('def f():\n    """It runs if there\n    is no card."""\n')
     assert main(str(tmp_path)) == 0
 
@@ -95,7 +95,7 @@ def test_comment_marked_plain_is_exempt_from_the_prose_check(tmp_path):
     assert main(str(tmp_path)) == 0
 
 
-PHRASES = [  # one for each rule, in its order
+PHRASES = [  # one for each rule, in the order of RULES
     "Its value is no number.",
     "Field x is a list and no text.",
     "Of these files two are none.",

@@ -82,7 +82,7 @@ def test_resumed_run_of_a_pretrained_model_equals_the_unbroken_run_bit_by_bit(tr
 
 
 def test_training_with_a_negligible_lr_does_not_change_the_generated_answer(trained, model, command, capsys):
-    """A learning rate of 1e-30 is below the last bit of every weight."""
+    """With a learning rate of 1e-30, every update is below the last bit of its weight."""
     _, run = trained(*CHATS, "max_steps=1", "lr=1e-30", "optim=sgd")
     capsys.readouterr()
     answers = [

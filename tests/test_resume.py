@@ -1,5 +1,5 @@
-"""Tests that a run that is stopped anywhere and resumed equals the unbroken run bit by bit, for every optimizer and
-every precision, with dropout."""
+"""Tests that a run that is stopped at several places and resumed equals the unbroken run bit by bit, for every
+optimizer, precision, adapter and weights=streamed, with dropout."""
 
 import pytest
 
@@ -41,7 +41,7 @@ class Died(Exception):
 @pytest.fixture
 def life(fit, monkeypatch):
     """Returns a function that trains until the run dies or ends. It appends the sequences of each window to `consumed`,
-    and returns the run folder."""
+    and returns the folder of a run that ends."""
     from lowmem.data.packing import Joined
 
     monkeypatch.setattr(Joined, "__len__", lambda self: min(self.count, SEQUENCES))
@@ -87,7 +87,7 @@ def test_run_killed_six_times_equals_the_unbroken_run(life, tmp_path, technique)
         name = f"life{number}"
         life(name, technique, consumed, resume, death)
         resume = tmp_path / name
-        if not list((resume / "checkpoints").glob("*")):  # it died before its first window was complete
+        if not list((resume / "checkpoints").glob("*")):  # the run died before it completed a window
             resume = tmp_path / f"life{number - 1}"
     again = life("last", technique, consumed, resume)
     assert consumed == unbroken
@@ -142,8 +142,10 @@ ON_A_CARD["optim=paged_adamw8bit"] = ["model.architecture.n_embd=256"]
 @each_device_slowly
 @pytest.mark.parametrize("forgetful", [False, True])
 @pytest.mark.parametrize("technique", ON_A_CARD)
-def test_resumed_run_equals_the_unbroken_run(fit, tmp_path, monkeypatch, deterministic, technique, forgetful, device):
-    """With dropout masks that the device draws. Wrong on purpose (forgetful): its random state is not restored."""
+def test_resumed_run_equals_the_unbroken_run_only_if_random_states_are_restored(
+    fit, tmp_path, monkeypatch, deterministic, technique, forgetful, device
+):
+    """The device draws the dropout masks. Wrong on purpose (forgetful=True): random states are not restored."""
     lines = (technique, *RUN, *ON_A_CARD[technique], f"device={device}")
     _, whole = fit(*lines, folder="whole")
     fit(*lines, "max_steps=3", f"scheduler.total_steps={len(WINDOWS)}", folder="part")

@@ -1,7 +1,7 @@
-"""Tests runs that are resumed with another strategy or another number of processes.
+"""Tests runs of several processes: resume, mostly with another strategy or number of processes, and failed saves.
 
-Every resumed run saves its state before its first step, and this state must equal the checkpoint bit by bit. Then the
-run trains on equal rows in fp64, so only the order of sums differs from the unbroken run.
+A run that is resumed elsewhere saves its state before its first step, and this state must equal the checkpoint bit by
+bit. Then the run trains on equal rows in fp64, so only the order of sums differs from the unbroken run.
 """
 
 import pytest
@@ -42,7 +42,7 @@ def lines(small):
 @pytest.fixture(scope="module")
 def written(lines, tmp_path_factory):
     """Runs unbroken runs of one and of two processes, and resumed and failing runs. Returns the folder of all runs, and
-    the answers of the ranks by run."""
+    {name of a run of two processes: the traceback of each rank, or an empty text}."""
     base = tmp_path_factory.mktemp("written")
     live(Job(lines("auto", 1), base / "one"))
     saved = {name: f"resume={base / name / 'checkpoints' / f'step-{AFTER:08d}.ckpt'}" for name in WRITERS}
@@ -120,7 +120,7 @@ def test_resume_without_the_optimizer_state_ends_far_from_the_unbroken_run(writt
     assert furthest(state_of(at(base / "forgot", STEPS))[0], state_of(at(base / "one", STEPS))[0]) > 1e3 * NEAR
 
 
-def test_two_fsdp_processes_train_as_one_process(written):
+def test_two_fsdp_processes_end_with_the_state_of_one_process_and_save_files_of_similar_size(written):
     base, said = written
     assert not any(said["fsdp"]), said["fsdp"]
     assert furthest(state_of(at(base / "fsdp", STEPS))[0], state_of(at(base / "one", STEPS))[0]) < NEAR
@@ -173,7 +173,7 @@ def test_tensor_parallel_and_pipeline_exchange_checkpoints_with_fsdp_without_cha
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["16", "bf16-sr"])
 def test_resume_with_the_same_number_of_ranks_is_bit_exact(lines, tmp_path, strategy, precision):
-    """Including dropout, stochastic rounding and the loss scale."""
+    """Includes dropout, stochastic rounding (bf16-sr) and the loss scale (16)."""
     drops = ("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1")
     typed = [line for line in lines(strategy, 2, *drops, f"precision={precision}") if line != in_float64.LINE]
     whole, again = tmp_path / "whole", tmp_path / "again"

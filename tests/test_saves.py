@@ -1,8 +1,8 @@
 """Tests that each technique saves the memory that it declares, measured in live tensors of a run.
 
-Generated from conf/: a yaml declares the largest share of the default run's bytes that remains. Weights, gradients and
-optimizer state are measured in a run in which they are large relative to activations (`WIDE`), and activations in a run
-in which activations are large (`LONG`).
+Generated from conf/: a yaml declares the largest share of the default run's bytes that may remain. Weights, gradients
+and optimizer state are measured in a run in which they are large relative to activations (`WIDE`), and activations in a
+run in which activations are large (`LONG`).
 """
 
 import pytest
@@ -16,7 +16,7 @@ from parity import CHOICES, SIBLINGS, shipped_but
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
 LONG = ("model.architecture.n_layer=8", "model.architecture.vocab_size=1024", "seq_len=128", "batch_size=8")
 SHAPES = {"weights": WIDE, "gradients": WIDE, "optimizer": WIDE, "activations": LONG}
-# Defaults, to which the others are compared, and choices whose savings are not measured here: each with the reason.
+# Defaults, with which other choices are compared, and choices whose savings are not measured here, with the reason.
 SAVES_NOTHING = {
     "precision=32": "the yardstick",
     "optim=adamw": "the yardstick",

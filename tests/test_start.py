@@ -54,7 +54,7 @@ def test_initial_weights_do_not_depend_on_the_optimizer(start, optim):
     assert same(start(f"optim={optim}"), start())
 
 
-def test_initial_weights_do_not_depend_on_the_probe_of_the_optimizer_state(start):
+def test_initial_weights_do_not_depend_on_the_planners_probe_of_the_optimizer_state(start):
     """The probe of lion8bit's state draws random numbers."""
     assert same(start("precision=bf16-master", "optim=lion8bit", "plan=check"), start())
 

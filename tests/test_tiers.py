@@ -123,7 +123,7 @@ def test_invalid_shard_is_refused(chosen):
 
 
 def test_unmarked_test_that_starts_a_process_fails(pytester, monkeypatch):
-    """In a separate process, because an audit hook cannot be removed."""
+    """Runs pytest in a separate process, because an audit hook cannot be removed."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     pytester.makepyfile(PROCESSES)
     result = pytester.runpytest_subprocess("-p", "tiers", "-q", "-W", "ignore")

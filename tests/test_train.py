@@ -99,7 +99,7 @@ def test_run_with_typed_precision_and_optim_completes_all_steps(command, tmp_pat
         "logger=none",
     ],
 )
-def test_run_with_a_typed_choice_of_another_group_completes_all_steps(command, tmp_path, choice):
+def test_run_with_a_single_typed_choice_completes_all_steps(command, tmp_path, choice):
     code, said = command(choice)
     assert code == 0, said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
@@ -223,7 +223,7 @@ def test_run_restores_the_signal_handlers(command):
 
 @pytest.mark.process
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_a_summary(small, tmp_path):
-    """With a separate process and a real signal."""
+    """Starts a separate process, and sends a real signal."""
     arguments = [*(a for a in small if not a.startswith("max_steps")), "max_steps=100000", f"hydra.run.dir={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, "train.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

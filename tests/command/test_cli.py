@@ -1,4 +1,4 @@
-"""Tests how typed overrides become the overrides that Hydra reads."""
+"""Tests how typed and stored overrides become the overrides that Hydra reads, and how invalid ones are refused."""
 
 import importlib
 import os
@@ -218,7 +218,7 @@ def test_run_with_a_removed_strategy_resumes_with_the_typed_replacement(earlier,
     assert cli.prepare([f"export={earlier}"]) == [f"export={earlier}"]  # one process exports
 
 
-def test_run_with_a_choice_that_became_a_setting_resumes_with_the_setting(earlier):
+def test_run_with_the_removed_checkpointing_choice_budget_resumes_with_the_typed_memory_budget(earlier):
     lines = ["seed=7", "gradient_checkpointing=budget", "gradient_checkpointing.fraction=0.2", "compile=none"]
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(lines))
     instead = ["gradient_checkpointing=none", "compile=blocks", "compile.activation_memory_budget=0.5"]
@@ -251,7 +251,7 @@ def test_invalid_value_is_refused_and_leaves_an_existing_run_folder_unchanged(co
     assert len(files) == 3 and all(file.read_text() == "{}" for file in files)
 
 
-def test_negative_lr_is_reported_beside_a_valid_hydra_runtime_interpolation(command, tmp_path):
+def test_negative_lr_is_refused_in_a_command_with_a_hydra_runtime_interpolation(command, tmp_path):
     code, said = command("cache_dir=${hydra:runtime.output_dir}/cache", "lr=-1")
     assert code == 1 and "lr=-1: give a positive learning rate" in said and not (tmp_path / "run").exists()
 
@@ -290,7 +290,7 @@ def test_sweep_started_from_a_copy_of_train_py_runs_its_jobs_with_the_copy(comma
 
 @pytest.mark.process
 @pytest.mark.parametrize(("script", "line"), [("train.py", "seed=1"), ("plan.py", "rows=3")])
-def test_copy_of_train_py_or_plan_py_corrects_misspelt_keys_of_its_original_config(tmp_path, script, line):
+def test_copy_of_train_py_or_plan_py_suggests_the_correct_spelling_of_a_misspelt_key(tmp_path, script, line):
     copy = shutil.copy(ROOT / script, tmp_path / f"my_{script}")
     done = subprocess.run([sys.executable, copy, f"x{line}"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and f"Type {line}" in done.stderr, done.stderr

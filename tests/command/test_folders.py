@@ -1,4 +1,4 @@
-"""A run has a folder of its own, and a refused run leaves a folder unchanged."""
+"""Tests that each run gets its own folder, and that a refused run leaves an existing folder unchanged."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ EIGHT = 8
 
 @pytest.fixture
 def race(processes, tmp_path):
-    """(arguments) -> (exit codes, outputs) of commands that start at the same time."""
+    """Returns a function: (arguments) -> (exit codes, error outputs) of commands that start at the same time."""
 
     def run(*arguments, count=EIGHT, claims=True):
         together = processes.Barrier(count)
@@ -40,7 +40,7 @@ def race(processes, tmp_path):
 
 
 def alone(folder: Path) -> dict[str, str]:
-    """Returns folder of a run -> number of the process that wrote its summary."""
+    """Returns {folder of a run: number of the process that wrote its summary, as text}."""
     return {str(file.parent.relative_to(folder)): file.read_text() for file in folder.rglob("summary.json")}
 
 

@@ -1,4 +1,4 @@
-"""`generate=`: the completion that a folder's model generates, compared with plain transformers, and refusals."""
+"""Tests `generate=`: completions are compared with plain transformers, and invalid commands are refused."""
 
 import json
 
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def run(small, tmp_path_factory):
-    """The folder of a run of two steps."""
+    """Returns the folder of a run of two steps."""
     from lowmem.config.typed_lines import composed
     from lowmem.fit import fit
 
@@ -47,7 +47,7 @@ def test_generate_from_run_or_model_equals_transformers_and_creates_no_folder(co
     ids = tokenizer("def return")["input_ids"]
     expected = tokenizer.decode(greedy(run / "model", ids, 5)[len(ids) :])
     assert code == 0 and said == printable(expected) + "\n"
-    assert not (tmp_path / "outputs").exists()  # and not even the folder of the day
+    assert not (tmp_path / "outputs").exists()  # not even the folder of the day
 
 
 def test_empty_or_blank_completion_is_reported_with_a_warning(config, run, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Tests --help, which is made from the comments of conf/, and tab completion."""
+"""Tests --help, which prints the comments of conf/, and tab completion."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ COMMENTS = {key: comment for key, comment in help.comments(CONF / "config.yaml")
 
 
 def said(*arguments: str, script: str = "train.py") -> str:
-    """Returns what `python train.py` prints; torch must not be imported for it."""
+    """Returns the standard output of a script, and asserts that the script has not imported torch."""
     line = [sys.executable, "-X", "importtime", script, *arguments]
     done = subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}, timeout=240
@@ -34,7 +34,7 @@ def said(*arguments: str, script: str = "train.py") -> str:
 
 @pytest.fixture(scope="module")
 def typed():
-    """The output of `python train.py --help`."""
+    """Returns the output of `python train.py --help`."""
     return said("--help")
 
 
@@ -175,7 +175,8 @@ def test_tab_completion_of_plan_py_offers_the_key_gpu():
 
 @pytest.fixture
 def in_bash(tmp_path):
-    """(line of bash that installs completion) -> (completion of optim=lion, whether another project's script ran)."""
+    """Returns a function: (line of bash that installs completion) -> (completion of optim=lion, whether another
+    project's script ran)."""
     (tmp_path / "stranger.py").write_text("open('ran', 'w').close()\n")
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (tmp_path / "python").chmod(0o755)

@@ -1,5 +1,5 @@
-"""Hydra's own tests of launchers and sweepers, with this project's callbacks around each sweep. Tests of a launcher
-that is not installed are skipped."""
+"""Runs Hydra's own tests of launchers and sweepers, with this project's callbacks around each sweep. Tests of a
+launcher that is not installed are skipped."""
 
 from importlib.util import find_spec
 
@@ -12,7 +12,7 @@ from lowmem.command import folder_lock
 
 pytestmark = [
     pytest.mark.process,  # the integration tests start scripts
-    # the apps of these tests request the behavior of an old Hydra version
+    # Hydra warns about the behavior of version 1.1, which `a_command` selects
     pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning", "ignore:\\s*version_base"),
 ]
 
@@ -46,8 +46,8 @@ THERE = [
 
 @pytest.fixture(autouse=True)
 def a_command():
-    """Makes each sweep a separate command, which releases its folder. Unlike apps of other tests, the apps of these
-    tests do not request a version of Hydra's behavior."""
+    """Makes each sweep a separate command, which releases its folder. Selects the behavior of Hydra 1.1, because the
+    apps of these tests do not request a version."""
     state = Singleton.get_state()
     version.setbase("1.1")
     yield

@@ -1,6 +1,6 @@
 """Tests several ranks of one run: which error ends all of them, how it is reported, and that no process is left.
 
-Most ranks here are scripts of a few lines in place of train.py, without torch; the last tests start real ones.
+Most ranks here are scripts of a few lines in place of train.py, without torch; the last tests start train.py.
 """
 
 import json
@@ -29,7 +29,8 @@ from lowmem.system.errors import NotPublished, Refused
 from lowmem.system.signals import Ended
 from made_up import WATCHDOG
 
-# What a stand-in for train.py has: `rank`, `run`, and signal handlers as in training, which stop after the window.
+# The beginning of each stand-in for train.py: `rank`, `run` and helpers. `listens` installs signal handlers that only
+# record the signal, as in a run; the code of the test then stops the rank.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -58,7 +59,8 @@ def stops():
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    """(code of each rank, number of ranks) -> the result of `launch.run`, which starts them."""
+    """Yields a function: (code of each rank, number of ranks) -> the result of `launch.run`, which starts the ranks. At
+    the end, no rank may be alive."""
     monkeypatch.setattr(launch.sweep, "script", tmp_path / "train.py")
     monkeypatch.setattr(launch, "SETTLE", 0.3)
     monkeypatch.setattr(launch, "GRACE", 0.5)
@@ -222,8 +224,8 @@ def test_failed_upload_of_rank_0_does_not_mark_a_complete_run_as_failed(ranks):
 
 
 def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:
-    """Sends signals once two ranks have signal handlers. Args: to: a rank, or None for this process; apart: seconds
-    between two signals."""
+    """Starts a thread that sends signals once two ranks have signal handlers. Args: to: a rank, or None for this
+    process; apart: seconds to wait after each signal."""
 
     def send() -> None:
         while len([*ranks.run.glob("listens-*")]) < 2:
@@ -319,7 +321,8 @@ def until(what, seconds=60) -> None:
 
 @pytest.fixture
 def place(monkeypatch):
-    """(variables) -> None; sets environment variables of this process, after removing all variables of ranks."""
+    """Removes variables of a rank, such as RANK and WORLD_SIZE, from this process's environment. Returns a function
+    that sets environment variables."""
     for key in (
         "RANK",
         "WORLD_SIZE",
@@ -345,7 +348,7 @@ def place(monkeypatch):
         ),
     ],
 )
-def test_world_size_that_differs_from_devices_is_refused(place, env, says):
+def test_invalid_rank_variables_of_torchrun_or_slurm_are_refused_with_advice(place, env, says):
     """Hydra turns an exception of a callback into a warning, so the callback exits."""
     place(**env)
     with pytest.raises(SystemExit) as ended:
@@ -357,7 +360,7 @@ def test_world_size_that_differs_from_devices_is_refused(place, env, says):
     "env",
     [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}],
 )
-def test_world_size_that_equals_devices_is_accepted(place, env, monkeypatch):
+def test_missing_or_matching_rank_variables_of_torchrun_or_slurm_are_accepted(place, env, monkeypatch):
     place(**env)
     monkeypatch.setattr(cli.Settle, "run", None)
     cli.Settle().on_run_start(composed(["strategy=ddp", "devices=2"], whole=True))
@@ -371,7 +374,7 @@ def test_sweep_started_by_torchrun_is_refused(place):
 
 
 @pytest.mark.parametrize(("device", "ranks"), [("auto", 3), ("cuda", 3), ("cpu", 3), ("cuda", 2)])
-def test_more_ranks_than_cuda_devices_are_refused(place, monkeypatch, device, ranks):
+def test_more_local_ranks_than_cuda_devices_are_refused_unless_the_run_uses_the_cpu(place, monkeypatch, device, ranks):
     """Only the ranks on this machine count, out of 8 ranks."""
     place(RANK="0", WORLD_SIZE="8", LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -469,7 +472,8 @@ def test_folder_in_which_rank_1_has_written_metrics_counts_as_used(tmp_path):
 
 @pytest.fixture
 def typed(small, tmp_path):
-    """(arguments) -> the process of the command; its output is in the file `said`."""
+    """Yields a function: (arguments) -> the process of the command, whose output is in the file `said`. At the end, no
+    rank may be alive."""
     started = []
 
     def start(*arguments: str, with_=(), **env: str) -> subprocess.Popen:

@@ -1,4 +1,4 @@
-"""Every job of a sweep is a process: a killed job does not affect other jobs, and finished jobs are not repeated."""
+"""Tests sweeps: each job is a process, a killed job does not affect other jobs, and finished jobs are not repeated."""
 
 import json
 import resource
@@ -34,7 +34,7 @@ class Fails(Callback):
 
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
-    """(seed -> way to fail) -> overrides with which the jobs of these seeds fail."""
+    """Returns a function: (s<seed>=<way to fail>) -> overrides with which the jobs of these seeds fail."""
     (tmp_path / "failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -50,7 +50,9 @@ def summaries(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.process
-def test_killed_job_does_not_stop_other_jobs_and_sweep_resume_repeats_it_alone(command, failing, tmp_path, monkeypatch):
+def test_killed_job_does_not_stop_other_jobs_and_sweep_resume_repeats_only_the_killed_job(
+    command, failing, tmp_path, monkeypatch
+):
     code, said = command("-m", "seed=0,1,2", *failing(s1="SIGKILL"))
     assert code == 1 and "Traceback" not in said
     assert "job 0 done: " in said and "bits per byte" in said
@@ -89,7 +91,7 @@ def test_sweep_with_3_failing_jobs_of_18_leaves_15_results_and_3_reasons(command
 
 @pytest.fixture
 def small_files():
-    """Limits files to 1 MB, so that only large files fail, as on a full disk."""
+    """Limits files to 1 MB, so that only writes of larger files fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
     yield
@@ -142,7 +144,8 @@ def test_ctrl_c_lets_the_running_job_save_a_checkpoint_and_then_ends_the_sweep(t
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """(code of a stand-in for train.py) -> the result of `sweep.job`; the word `summarised` writes a summary."""
+    """Returns a function: (code of a stand-in for train.py) -> the result of `sweep.job`. In the code, `summarised`
+    writes a summary."""
     (tmp_path / "job").mkdir()
     monkeypatch.setattr(sweep, "script", tmp_path / "train.py")
     summary = json.dumps({"interrupted": True, "overrides": ["lr=1"]})
@@ -176,8 +179,8 @@ def test_job_ended_by_a_signal_or_without_a_summary_has_failed(job, tmp_path, ca
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """(exit code, stderr, whether the job writes a summary) -> the result of `sweep.job`, without a process;
-    `ran.words` is the command of the job."""
+    """Returns a function: (exit code, stderr, whether the job writes a summary) -> the result of `sweep.job`, without a
+    process. `ran.words` is the command of the job."""
     summary = json.dumps({"interrupted": False, "overrides": ["lr=1"]})
 
     def run(code=0, stderr="", summarised=True):
@@ -229,7 +232,9 @@ def test_signal_to_a_sweep_is_forwarded_and_ends_the_sweep_after_the_job(job, tm
     assert f"to continue the sweep, type python train.py sweep.resume={tmp_path}" in capsys.readouterr().out
 
 
-def test_jobs_with_a_slash_in_their_name_are_listed_and_resumed_from_the_sweep_folder(command, tmp_path, monkeypatch):
+def test_jobs_with_a_slash_in_their_name_are_listed_and_sweep_resume_names_the_sweep_folder(
+    command, tmp_path, monkeypatch
+):
     """hydra.sweep.subdir='${hydra.job.override_dirname}' puts data.path=d/a.txt one level deeper."""
     sent = iter([None, signal.SIGTERM])
 

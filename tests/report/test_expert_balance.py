@@ -51,7 +51,7 @@ def test_expert_entropy_equals_the_entropy_of_counted_router_choices():
     assert balance.read()["expert_entropy"] == pytest.approx(entropy)
 
 
-def test_expert_balance_is_counted_for_experts_that_receive_numbers_of_tokens():
+def test_expert_balance_is_counted_for_experts_that_receive_token_counts_instead_of_indices():
     torch.manual_seed(0)
     sizes = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
     sizes |= {"kv_channels": 8, "num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 4}

@@ -1,4 +1,4 @@
-"""Tests the hints of a run: commands to type next, and defaults that may not suit the run."""
+"""Tests the hints of a run: settings that may not suit the run, and the list of written files."""
 
 import pytest
 

@@ -45,7 +45,7 @@ def test_example_metric_is_in_metrics_csv_summary_and_table(fit):
         "2",
         "3",
         "4",
-    ]  # the rows of training do not change
+    ]  # rows of training steps do not change
     assert json.loads((run / "summary.json").read_text())["metric"] == summary["metric"]
     assert f"accuracy                  {measured['4']:.4g}" in report.table(summary)
     before = (run / "metrics.csv").read_text()

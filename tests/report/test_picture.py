@@ -30,7 +30,8 @@ def points(size: int = MIB) -> list[Point]:
 
 
 def rows(size: int = MIB, cuda: bool = False) -> list[dict]:
-    """Returns rows of memory.csv for twenty steps. Live tensors are sampled in every fifth step."""
+    """Returns two rows of memory.csv for each of the steps 0 to 20: backward, in which live tensors are sampled in
+    every fifth step, and evaluation."""
     found = []
     for step in range(21):
         row = {"step": step, "phase": "backward", "rss_peak_bytes": 800 * MIB + step, "held_bytes": 9 * size}
@@ -65,7 +66,8 @@ def draw():
 
 
 def overlaps(figure) -> list[tuple[str, str]]:
-    """Returns pairs of overlapping texts, and texts that leave the picture. Legends and axes count."""
+    """Returns pairs of overlapping texts, and (text, "the edge") for texts that leave the picture, including the texts
+    of legends and axes."""
     figure.canvas.draw()
     beyond = {
         label  # matplotlib creates ticks beyond the ends of an axis, but does not draw them
@@ -116,7 +118,7 @@ def test_memory_picture_shows_sampled_steps_without_evaluation(draw):
     (sampled,) = shown.device.lines
     assert list(sampled.get_xdata()) == [0, 5, 10, 15, 20] and set(sampled.get_ydata()) == {25.0}
     unsampled = [{k: v for k, v in row.items() if "live" not in k} for row in rows()]
-    (held,) = draw(unsampled, []).device.lines  # compiled code: only owned memory is known
+    (held,) = draw(unsampled, []).device.lines  # compiled code: only bytes of the ledger are known
     assert set(held.get_ydata()) == {9.0}
 
 

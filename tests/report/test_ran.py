@@ -1,4 +1,4 @@
-"""Tests the title of a run: its group choices, and its other overrides."""
+"""Tests the title of a run, which lists its group choices, and the separate list of its other overrides."""
 
 from lowmem.report import ran
 

@@ -197,7 +197,7 @@ def test_sweep_jobs_in_wandb_are_named_by_the_varied_overrides_and_share_a_group
     jobs = [records_of(tmp_path / "sweep" / str(number)) for number in range(2)]
     assert all(len({run.run_id for run in job}) == 1 for job in jobs) and jobs[0][0].run_id != jobs[1][0].run_id
     first, second = (job[0] for job in jobs)
-    # neither the number of a job nor all typed overrides (Hydra writes 1e-3 differently)
+    # names have neither the number of the job nor overrides that all jobs share (Hydra writes 1e-3 differently)
     assert (first.display_name, second.display_name) == ("precision=32", "precision=bf16")
     assert first.run_group == second.run_group == f"{tmp_path.name}/sweep"
     tags = set(second.tags)
@@ -205,7 +205,7 @@ def test_sweep_jobs_in_wandb_are_named_by_the_varied_overrides_and_share_a_group
     assert not any(tag.startswith(("logger", "hydra", "experiment")) or tag.endswith("=none") for tag in tags)
 
 
-def test_single_run_in_wandb_has_its_folder_name_unless_typed(command, tmp_path):
+def test_single_run_in_wandb_has_its_folder_name_unless_another_name_is_typed(command, tmp_path):
     typed = ("logger.wandb.name=mine", "logger.wandb.group=ours", "logger.wandb.tags=[one,two]")
     for folder, lines in (("plain", ()), ("typed", typed)):
         assert command("logger=wandb", "max_steps=1", f"hydra.run.dir={tmp_path}/{folder}", *lines)[0] == 0

@@ -24,13 +24,14 @@ def weights_of(run, step):
     return torch.load(run / "checkpoints" / f"step-{step:08d}.ckpt", weights_only=True)["state_dict"]
 
 
-# 16 tokens a sequence; windows of 2 x 3 sequences
+# windows of 3 micro-batches with 2 sequences each
 WINDOWED = ("accumulation=fixed", "accumulation.batches=3", "batch_size=2", "max_steps=9", "save_every=1000")
 
 
 @pytest.mark.matrix
-def test_resume_inside_an_epoch_and_its_short_last_window_reads_each_sequence_once(fit, tmp_path, monkeypatch):
-    """The windows of the stopped and the resumed part have the sequences of the unbroken run."""
+def test_run_resumed_inside_or_at_the_end_of_an_epoch_reads_the_sequences_of_the_unbroken_run(
+    fit, tmp_path, monkeypatch
+):
     from lowmem.data.packing import Joined
     from lowmem.training.module import CausalLM
 
@@ -137,7 +138,7 @@ def test_run_keeps_only_its_last_two_checkpoints(fit):
 
 # --- memory while saving and resuming ---------------------------------------------------------------------------------
 
-TENSORS, EACH = 10, 5_000_000  # 20 MB each
+TENSORS, EACH = 10, 5_000_000  # number of tensors, and elements of each (20 MB in fp32)
 
 
 @pytest.mark.matrix
@@ -190,7 +191,8 @@ def test_page_out_of_a_tensor_that_is_not_mapped_keeps_its_values():
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_flipped_bit_in_a_checkpoint_file_is_detected(tmp_path, compares):
-    """Flips one bit in every eleventh byte of a file. Wrong on purpose (compares=False): digests are not compared."""
+    """Flips a single bit of the file, in every eleventh byte in turn. Wrong on purpose (compares=False): digests are
+    not compared."""
     content, path = {"x": torch.arange(300), "steps": 7, "name": "a"}, tmp_path / "step-00000001.ckpt"
     writer = checkpoint.AtomicCheckpointIO()
     writer.save_checkpoint(content, path)
@@ -206,7 +208,7 @@ def test_flipped_bit_in_a_checkpoint_file_is_detected(tmp_path, compares):
 
 
 def test_zeroed_page_in_a_checkpoint_is_detected_in_under_2_seconds_per_gb(tmp_path):
-    """CPU time of this process, because wall-clock time would include other programs."""
+    """Measures the CPU time of this process, because wall-clock time would include other programs."""
     path = tmp_path / "step-00000001.ckpt"
     checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.randn(EACH) for i in range(TENSORS)}, path)
     start = time.process_time()
@@ -219,7 +221,7 @@ def test_zeroed_page_in_a_checkpoint_is_detected_in_under_2_seconds_per_gb(tmp_p
 
 
 class Bomb:
-    """Runs a command when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, file):
         self.file = file

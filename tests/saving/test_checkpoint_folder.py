@@ -44,13 +44,13 @@ def damage(path):
     part.write_bytes(numbers)
 
 
-def test_checkpoint_folders_keep_the_last_two_and_no_other_files(kept):
+def test_fsdp_run_keeps_only_its_last_two_checkpoint_folders(kept):
     assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == [at(kept, 2).name, at(kept, 3).name]
     assert complete(kept / "checkpoints") == [at(kept, 2), at(kept, 3)]
     assert all(map(intact, complete(kept / "checkpoints")))
 
 
-def test_checkpoint_folder_is_found_by_run_and_by_name(kept):
+def test_checkpoint_folder_is_found_by_its_run_folder_and_by_its_own_path(kept):
     assert find(str(kept)) == newest(kept) == at(kept, 3)
     assert find(str(at(kept, 2))) == at(kept, 2) and find(str(kept / "checkpoints")) == at(kept, 3)
 
@@ -60,7 +60,7 @@ def test_renamed_checkpoint_folder_is_found_by_its_new_name(run):
     assert find(str(run / "good")) == run / "good"
 
 
-def test_damaged_checkpoint_folder_is_skipped_or_refused_with_the_previous_one(run):
+def test_damaged_checkpoint_folder_is_skipped_or_refused_with_the_name_of_the_previous_checkpoint(run):
     damage(at(run, 3))
     assert complete(run / "checkpoints")[-1] == at(run, 3) and newest(run) == at(run, 2)
     with pytest.raises(
@@ -115,7 +115,8 @@ def test_leftovers_of_a_killed_save_or_removal_are_ignored_and_deleted(run, fit,
 
 
 def replaced(path, monkeypatch, error, puts_back):
-    """Tries to replace `path` by a new folder; the rename of the new folder fails with `error`."""
+    """Tries to replace `path` by a new folder; the rename of the new folder fails with `error`. Args: puts_back: False
+    leaves the old folder under its temporary name, as a kill does."""
     replace = atomic_files.os.replace
 
     def broken(source, to):

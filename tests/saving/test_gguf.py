@@ -70,7 +70,7 @@ def tokenizer(kind="gpt-2"):
 
 
 def written(folder, changes, kind="gpt-2", dtype=torch.float32):
-    """Exports a random network, whose embedding has more rows than the tokenizer has tokens."""
+    """Exports and returns a random network, whose embedding has more rows than the tokenizer has tokens."""
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"vocab_size": 480} | changes)).eval()
     with torch.no_grad():
@@ -88,7 +88,7 @@ def alone(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if name != "llama3's rope"]
-)  # transformers ignores it in a GGUF file
+)  # transformers ignores this rope in a GGUF file
 def test_transformers_reads_the_exported_weights_from_the_gguf_file(tmp_path, alone, name, dtype):
     heads = {"head_dim": 128} if name == "qwen3" else {}  # transformers reads no other head size from a GGUF file
     network = written(tmp_path / "model", MODELS[name] | heads, dtype=dtype)
@@ -155,7 +155,7 @@ def test_gguf_export_of_an_adapter_without_merge_is_refused(command):
 
 
 @pytest.mark.matrix
-def test_run_and_its_export_write_gguf_files_whose_last_tensor_bytes_are_equal(fit, alone):
+def test_run_and_its_export_write_gguf_files_whose_last_1000_bytes_are_equal(fit, alone):
     _, run = fit("max_steps=1", "export_format=gguf")
     file = run / "model" / gguf.UNVERIFIED
     before = file.read_bytes()

@@ -36,7 +36,7 @@ def in_halves(run, folder):
 
 @pytest.fixture
 def stopped(fit, tmp_path):
-    """Returns (a run that stopped half-way, a copy whose checkpoint has halves)."""
+    """Returns (a run that stopped after step 3 of 4, a copy whose checkpoint has halves)."""
     _, run = fit(*RUN, "max_steps=3", "scheduler.total_steps=4", folder="part")
     return run, in_halves(run, tmp_path / "halves")
 

@@ -14,14 +14,14 @@ from conftest import ROOT
 from lowmem.config.typed_lines import key, quoted
 from lowmem.saving.checkpoint import complete
 
-PARAMETERS = 28  # parameters of the small model; each optimizer step updates one master per parameter
+PARAMETERS = 28  # parameter tensors of the small model; each optimizer step updates one master per tensor
 SAVES = ("half a file", "before the rename", "after the rename")
 RUN = ("precision=bf16-master", "optim=adamw8bit", "save_every=1", "model.architecture.n_embd=64")
 
 
 @pytest.fixture(scope="module")
 def processes():
-    """Returns a multiprocessing context that forks from a process with all imports done."""
+    """Returns a multiprocessing context that forks from a server process in which the slow imports are done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "bitsandbytes", "dying"])
     return context

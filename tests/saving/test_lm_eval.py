@@ -1,6 +1,6 @@
 """Tests that lm-evaluation-harness opens exported folders, and that its bits per byte equal the result of `evaluate=`.
 
-Both predict each text after the begin-of-text token, and the end-of-text token. lm-evaluation-harness runs in a
+Both predict each text after a begin-of-text token, and then the end-of-text token. lm-evaluation-harness runs in a
 separate environment: set LM_EVAL to its Python, or the test creates the environment, which needs a network.
 """
 

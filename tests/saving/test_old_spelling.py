@@ -84,14 +84,16 @@ def test_exported_nested_text_config_has_the_keys_of_transformers_4():
 
 
 def without_old_names(value):
-    """Returns a value without keys `type`, the earlier name of `rope_type`."""
+    """Returns a value of a configuration without the key `type`, the earlier name of `rope_type`, at any depth of
+    dicts."""
     if not isinstance(value, dict):
         return value
     return {key: without_old_names(inner) for key, inner in value.items() if key != "type"}
 
 
 def same_in_5(config, folder):
-    """Asserts that transformers 5 reads equal configurations from its own spelling and from the exported spelling."""
+    """Asserts that transformers 5 reads equal configurations from its own spelling and from the exported spelling,
+    except for the number of multi-token prediction layers."""
     config.save_pretrained(folder)
     its_own = written(type(config).from_pretrained(folder))
     rewrite_config(folder, None)
@@ -161,7 +163,7 @@ def words(bos=False, **more):
 
 
 def came_as(folder, name, **how):
-    """Returns a tokenizer that is loaded from a folder with this class name."""
+    """Saves a tokenizer with the class name `name`, and returns the tokenizer that is loaded from this folder."""
     words(**how).save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))

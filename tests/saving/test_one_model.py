@@ -1,5 +1,5 @@
 """Tests that streamed weights are in memory once while they are loaded, moved to host blocks, saved and resumed. The
-tests measure the peak of anonymous resident memory (Linux: RssAnon) of this process or of a subprocess."""
+tests measure the peak of anonymous resident memory (Linux: RssAnon) of a new process."""
 
 import os
 import subprocess
@@ -74,7 +74,7 @@ def test_streamed_split_weights_are_moved_saved_and_loaded_without_a_second_copy
     if wrong == "reading":
         monkeypatch.setattr("lowmem.training.module.joined", lambda *halves: held.append(joined(*halves)) or held[-1])
     rises["reading"] = highest(read)
-    # the 16-bit weights of one block and of resident layers; nothing; one tensor
+    # shares of the fp32 weights: 16-bit weights of one block and of resident layers; nothing; one tensor
     most = {"moving": 0.35, "saving": 0.05, "reading": 0.25}
     assert {name for name, rise in rises.items() if rise > most[name] * weights} == ({wrong} if wrong else set())
     for one, two in zip(ours.parameters(), other.parameters(), strict=True):
@@ -116,7 +116,8 @@ print(max(peak, anonymous()) - before)
 @pytest.mark.parametrize("wrong", ["", "wrong"])
 @pytest.mark.parametrize("held", ["halves", "at random"])
 def test_loading_files_of_a_streamed_model_holds_its_weights_once_in_memory(tmp_path, held, wrong):
-    """A model of 300 MB in several files. Loading may take a block, a tensor and the memory of imports in addition."""
+    """Loads a model of 350 MB from several files. In addition, loading may need a 16-bit block, an fp32 tensor and the
+    memory of imports."""
     keys = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(

@@ -1,5 +1,9 @@
-"""Tests the random states of a resumed run: they are restored if the same number of processes reads the same data,
-otherwise the processes are seeded again, and the log says so."""
+"""Tests the random states of a resumed run, and the clock that decides when to save.
+
+States are restored if the same number of processes reads the same data and, if processes share data, uses the same
+strategy. Otherwise several processes keep the seeds of the new run, a single process is seeded again, and a log line
+says so.
+"""
 
 import logging
 from types import SimpleNamespace
@@ -58,18 +62,18 @@ def of(seed):
         ((Several, [0, 1]), (Several, [0, 1, 2]), False),
     ],
 )
-def test_ranks_restore_random_states_if_they_read_the_same_data_and_reseed_otherwise(caplog, there, here, goes_on):
+def test_ranks_restore_random_states_unless_their_data_or_division_of_work_may_differ(caplog, there, here, goes_on):
     content, (kind, data_ranks) = saved(*there), here
     with caplog.at_level(logging.INFO):
         drawn = [drawn_by(kind(rank, data_ranks), content) for rank in range(len(data_ranks))]
     if goes_on:
         assert all(torch.equal(one, of(100 + rank)) for rank, one in enumerate(drawn)) and not caplog.records
     else:
-        assert all(torch.equal(one, of(7)) for one in drawn)  # the seed of the new run
+        assert all(torch.equal(one, of(7)) for one in drawn)  # the random state of the new run is not changed
         assert f"the random states of {len(there[1])} processes (Several)" in caplog.text
 
 
-def test_single_process_resuming_a_run_of_two_seeds_by_the_window_number(caplog):
+def test_single_process_that_resumes_a_run_of_two_is_seeded_with_seed_plus_window_number(caplog):
     two = saved(Several, [0, 1])
     drawn = [drawn_by(OneDevice(), two, window) for window in (3, 4)]
     assert torch.equal(drawn[0], of(7 + 3)) and torch.equal(drawn[1], of(7 + 4))

@@ -100,7 +100,7 @@ def test_tensors_of_a_checkpoint_folder_are_listed_under_a_prefix(tmp_path):
 
 
 class FullDisk:
-    """A file that cannot be written: the disk is full."""
+    """A file on a full disk: each write raises an OSError."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -173,8 +173,8 @@ def test_error_of_one_process_is_raised_on_all_processes_of_a_save(failure, hear
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_flipped_bit_in_a_checkpoint_folder_is_detected(tmp_path, monkeypatch, compares):
-    """Flips one bit in every eleventh byte of each file. Wrong on purpose (compares=False): digests are not
-    compared."""
+    """Flips a single bit of one file, in every eleventh byte of each file in turn. Wrong on purpose (compares=False):
+    digests are not compared."""
     whole, path = tensors(), tmp_path / "step-00000001.ckpt"
     saved_by(2, path, whole, {"steps": 7})
     if not compares:
@@ -226,7 +226,7 @@ def test_checkpoint_index_that_runs_code_is_not_loaded(tmp_path):
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-COUNT, EACH = 10, 2_000_000  # 8 MB each
+COUNT, EACH = 10, 2_000_000  # number of tensors, and elements of each (8 MB in fp32)
 
 
 @linux

@@ -1,8 +1,8 @@
 """Tests that transformers 4.57 and peft 0.19 open exported folders and compute the logits and tokens of this
 environment.
 
-They run in a separate environment, with the torch of this environment: set OLD_TRANSFORMERS to its Python, or the test
-creates the environment, which needs a network.
+Both packages run in a separate environment, with the torch of this environment: set OLD_TRANSFORMERS to its Python, or
+the test creates the environment, which needs a network.
 """
 
 import json
@@ -144,7 +144,7 @@ kept = {}
 
 
 def keeps_logits(model, tokenizer):
-    """A metric function of a run. It stores the logits of the model that the run exports."""
+    """Stores the logits of the model that a run exports. A metric function of the run."""
     ids = tokenizer(CHAT, return_tensors="pt")["input_ids"]
     kept.update(ids=ids, logits=model(input_ids=ids).logits.clone(), tokens=tokenizer(TEXT).input_ids)
     return {}

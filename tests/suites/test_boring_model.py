@@ -28,7 +28,7 @@ COMPUTES_IN = {"16": torch.float16, "bf16": torch.bfloat16}  # other precisions:
 
 
 class ByTheContract(ManualOptimBoringModel):
-    """Wraps its optimizer and uses the result as CausalLM does."""
+    """A BoringModel that wraps its optimizer and uses the result as CausalLM does."""
 
     def configure_optimizers(self):
         sgd = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_boring_model_trained_with_gradients_that_stay_scaled_ends_far_from_ligh
     finish = DeviceOptimizer.finish
     monkeypatch.setattr(DeviceOptimizer, "finish", lambda self, loss, scale: finish(self, loss))
     scaled = plugin(precision)
-    scaled.loss_scale.value = 4.0  # at more the weights grow until fp16 overflows
+    scaled.loss_scale.value = 4.0  # with a larger scale, the weights grow until fp16 overflows
     assert off(scaled) > 1
 
 
@@ -139,7 +139,7 @@ def evaluated(plugin):
 def test_boring_model_is_evaluated_in_the_dtype_of_the_precision(plugin, precision):
     dtypes, losses = evaluated(plugin(precision))
     assert dtypes == {COMPUTES_IN.get(precision, torch.float32)}
-    rel = 2**-6 if precision in COMPUTES_IN else 0  # twice the rounding of an output in bf16
+    rel = 2**-6 if precision in COMPUTES_IN else 0  # 4 times the rounding error of an output in bf16
     assert losses == pytest.approx(evaluated(None)[1], rel=rel)
 
 

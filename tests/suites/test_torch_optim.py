@@ -49,7 +49,7 @@ def database():
 
 @pytest.fixture
 def made(config, database, monkeypatch):
-    """Offers the classes of conf/optim with torch's inputs."""
+    """Returns the optimizer classes of conf/optim together with torch's test inputs."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # compiling torchao's step takes seconds
     return Made(config, database)
 
@@ -70,7 +70,8 @@ class Made:
         return ours if ours.keys() <= offered else None
 
     def inputs(self, optim):
-        """Yields functions that make the optimizer, one for each of torch's inputs."""
+        """Yields (description, function that makes the optimizer) for each of torch's inputs that the class
+        supports."""
         maker = self.maker(optim)
         for info in map(self.database.get, TORCHS.get(optim, ("AdamW",))):
             for one in info.optim_inputs_func(device="cpu"):
@@ -79,7 +80,7 @@ class Made:
                     yield one.desc, MakeOptimizer(make, maker.embedding_bits)
 
     def errors(self, optim):
-        """Yields (description, parameters or None, arguments) of what torch's constructors refuse."""
+        """Yields (description, parameters or None, arguments) of each input that torch's constructors refuse."""
         for info in map(self.database.get, TORCHS.get(optim, ("AdamW",))):
             for error in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
                 one = error.optimizer_error_input
@@ -137,7 +138,8 @@ COPIES = {"as it is": lambda state, _: state, "deepcopy": lambda state, _: copy.
 
 
 def differing(make, way, copied):
-    """Returns the weights that differ after a round trip of the optimizer's state."""
+    """Returns the names of the weights that differ if training continues after a round trip of the optimizer's
+    state."""
     first = Training(make, way).step(range(3))
     second = Training(make, way, first.weights())
     second.optimizer.load_state_dict(copied(first.optimizer.state_dict()))
@@ -247,7 +249,7 @@ def test_optimizer_step_without_gradients_changes_no_weights(made, optim):
 
 
 def typed_words(optim, arguments, own):
-    """Returns the overrides for these arguments, or None if there are none or if they contain tensors."""
+    """Returns the overrides for these arguments, or None if `arguments` is empty or contains tensors."""
     if not arguments or "tensor(" in str(arguments):
         return None
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
@@ -285,7 +287,7 @@ def accepted(made, optim):
 
 
 @pytest.mark.parametrize("optim", WRITTEN_HERE)
-def test_own_optimizer_classes_refuse_all_arguments_that_torch_refuses(made, optim):
+def test_optimizer_classes_of_lowmem_refuse_all_arguments_that_torch_refuses(made, optim):
     assert accepted(made, optim) == set()
 
 

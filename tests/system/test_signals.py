@@ -1,5 +1,5 @@
-"""Tests SIGTERM, SIGINT and SIGHUP in every phase of a run, once and twice: the exit code, the remaining files, and the
-resumed run.
+"""Tests SIGTERM, SIGINT and SIGHUP in every phase of a run, and second signals: the exit code, the remaining files, and
+the resumed run.
 
 Most tests start a process and send a real signal. A run that is resumed after a signal must end with the weights of an
 undisturbed run, bit by bit.
@@ -33,7 +33,8 @@ CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 
 @pytest.fixture
 def start(processes, small, tmp_path):
-    """Yields a function that starts a run: (phase, arguments) -> the process, once it has reached the phase."""
+    """Yields a function that starts a run: (phase, arguments) -> the process, once it has reached the phase. With phase
+    None, the function waits for the end of the run."""
     started = []
 
     def run(phase, *arguments, deaf=False):
@@ -202,7 +203,7 @@ def test_duplicate_delivery_of_one_signal_counts_as_one_signal(start, tmp_path):
 
 @pytest.mark.parametrize("name", CODES)
 def test_signal_inside_a_step_ends_the_run_after_the_step_with_a_checkpoint(command, tmp_path, monkeypatch, name):
-    """In this process, without a second process."""
+    """Runs the command in this process."""
     step, steps = CausalLM.training_step, []
 
     def told_in_the_second(*args):

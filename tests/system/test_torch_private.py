@@ -1,5 +1,5 @@
-"""Tests the private names of other packages that lowmem uses. Each test names the feature that breaks if a new version
-changes them."""
+"""Tests the private names of other packages that lowmem uses. If a new version changes such a name, the message of its
+test states the feature that breaks. Further tests check that no other source file uses private names."""
 
 import ast
 import re
@@ -47,7 +47,7 @@ def test_dispatch_mode_sees_every_operator_including_backward():
     assert all(isinstance(func, torch_private.OpOverload) for func in seen.functions), message
 
 
-def test_unexpected_names_of_weight_files_are_found_even_if_transformers_ignores_them():
+def test_unexpected_tensors_of_weight_files_are_found_even_if_transformers_ignores_them():
     model = networks.network("gpt2")
     tensors = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     tensors |= {name: torch.empty(1, device="meta") for name in ("transformer.h.0.attn.bias", "mtp.fc.weight")}
@@ -481,7 +481,7 @@ def test_transformers_reports_the_attention_implementation_in_use():
 
 
 def test_transformers_numbers_a_single_document_only_if_boundaries_count_as_real():
-    """Otherwise transformers returns None for a row with a single document, as it does for traced rows."""
+    """Otherwise transformers returns None if each row is a single document."""
     from transformers import masking_utils
 
     places = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])

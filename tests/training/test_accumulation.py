@@ -1,4 +1,5 @@
-"""Gradient accumulation equals one big batch: ragged lengths, masked tokens, a short last window, any schedule."""
+"""Tests that gradient accumulation equals one big batch, with ragged lengths, masked tokens and a short last window,
+and tests schedules of accumulation."""
 
 import ast
 import inspect
@@ -24,7 +25,7 @@ from networks import fp64_loss
 from tolerances import FP64, SGD_FP32
 
 pytestmark = pytest.mark.kernels
-STEPS = 5  # windows alternately have 8 sequences and 1 sequence
+STEPS = 5  # an epoch has 9 sequences, so windows of 8 sequences alternate with windows of 1
 
 
 @pytest.fixture

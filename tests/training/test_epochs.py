@@ -1,4 +1,4 @@
-"""Runs with epochs= equal runs with max_steps=. Also: tokenizer= takes the tokenizer of another folder."""
+"""Tests that runs with epochs= equal runs with max_steps=, and that tokenizer= uses the tokenizer of another folder."""
 
 import pytest
 import yaml
@@ -80,7 +80,7 @@ def test_data_messages_are_logged_once_in_a_run_of_epochs(fit, caplog):
 
 
 @pytest.mark.parametrize("typed", ["epochs=3", "max_steps=7", "scheduler.warmup=0.1", "scheduler.warmup_steps=3"])
-def test_override_typed_for_a_resume_replaces_its_mutually_exclusive_keys(tmp_path, typed):
+def test_override_typed_for_a_resume_drops_mutually_exclusive_stored_overrides(tmp_path, typed):
     (tmp_path / ".hydra").mkdir()
     earlier = ["lr=1.0", "max_steps=5", "scheduler.warmup=0.5"]
     (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(earlier))
@@ -104,7 +104,7 @@ def test_tokenizer_of_another_folder_tokenizes_the_training_data(config, other_t
     assert len(theirs.tokenizer) < len(ours.tokenizer) <= 300
     text = "elephants never forget"
     assert len(theirs.tokenizer(text).input_ids) < len(ours.tokenizer(text).input_ids)
-    assert len(theirs.train.ids) > len(ours.train.ids)  # of the same files
+    assert len(theirs.train.ids) > len(ours.train.ids)  # tokens of the same files
 
 
 def test_tokenizer_of_another_folder_is_exported_and_used_for_evaluation(fit, other_tokenizer):
@@ -137,7 +137,7 @@ def test_missing_tokenizer_folder_is_refused(fit, typed, says):
         (["max_steps=2"], []),
     ],
 )
-def test_override_beside_an_experiment_replaces_its_mutually_exclusive_key(typed, added):
+def test_override_beside_an_experiment_sets_a_mutually_exclusive_key_of_the_experiment_to_null(typed, added):
     assert in_place_of(typed) == added
     cfg = run_of([*typed, *added])
     assert cfg.epochs is None or "max_steps=2" not in typed

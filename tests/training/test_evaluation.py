@@ -1,4 +1,5 @@
-"""Validation sets: each loss equals the loss of plain transformers with the exported folder, document by document."""
+"""Tests validation sets: each loss equals the loss of plain transformers with the exported folder, document by
+document, and small sets are reported."""
 
 import csv
 import json
@@ -202,7 +203,8 @@ def test_nine_validation_documents_are_reported_as_few_and_ten_are_not(config, c
 
 
 def test_small_validation_text_is_reported_in_sequences(config, caplog, tmp_path):
-    """data.val_path is not held out of the training data, so data.val_fraction would not change it."""
+    """Data of data.val_path is not held out of the training data, so the second message does not suggest
+    data.val_fraction."""
     (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)
     (tmp_path / "b.txt").write_text("other words, and then some more of these\n" * 4)
     text = ("data=text", f"data.path={tmp_path / 'a.txt'}", "seq_len=16")

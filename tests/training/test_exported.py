@@ -1,4 +1,5 @@
-"""The exported folder has the files that transformers would write, but lowmem writes one shard after the other."""
+"""Tests that an exported folder has the files that transformers would write, and that lowmem writes the folder shard by
+shard."""
 
 import json
 
@@ -45,7 +46,9 @@ def contents(folder):
 @pytest.mark.parametrize("shard", ["2GB", "4KB"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_exported_folder_equals_save_pretrained_byte_for_byte(tmp_path, monkeypatch, name, dtype, shard):
+def test_exported_files_except_config_json_equal_save_pretrained_byte_for_byte(
+    tmp_path, monkeypatch, name, dtype, shard
+):
     """The model's parameters have 16 bits; their fp32 values are separate masters."""
     monkeypatch.setattr(exporting, "FILE_BYTES", shard)
     wide = made(name)

@@ -1,4 +1,4 @@
-"""Model folders, loaded and exported: several files, tied heads, and chat models that end their turn."""
+"""Tests model folders, loaded and exported: several files, tied heads, and chat models that end their turn."""
 
 from types import SimpleNamespace
 

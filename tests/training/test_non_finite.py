@@ -1,4 +1,4 @@
-"""A non-finite loss or gradient is named, ends the run or is skipped, and never reaches a checkpoint."""
+"""Tests that a non-finite loss or gradient is named, ends the run or is skipped, and never reaches a checkpoint."""
 
 import csv
 import logging
@@ -87,10 +87,10 @@ def test_error_of_a_non_finite_loss_names_the_sequences_of_its_micro_batches(fit
 @pytest.mark.rows("loss-32", "transformer*-bf16-master")
 @pytest.mark.parametrize("precision", ["32", "bf16-master", pytest.param("16", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
-def test_skipped_non_finite_step_is_counted_and_leaves_the_weights_of_a_run_without_it(
+def test_skipped_non_finite_step_is_counted_and_leaves_the_weights_of_a_run_without_the_step(
     fit, broken, caplog, monkeypatch, precision, what
 ):
-    """The weights equal the weights of a run that never saw the window."""
+    """The weights equal the weights of a run in which the second step is finite but not applied."""
     if what == GRADIENT and precision == "bf16-master":
         pytest.skip("its gradients leave before a hook sees them: test_master_run.py breaks them on their way")
     lines = (f"precision={precision}", "on_nonfinite=skip", "scheduler=constant", "max_steps=3")
@@ -146,7 +146,7 @@ def test_overflow_while_the_loss_scale_still_halves_does_not_end_the_run(fit, ca
 
 @pytest.mark.parametrize("precision", ["16", "16-true", "16-master"])
 def test_overflow_at_the_smallest_loss_scale_ends_the_run(fit, broken, precision):
-    """The first scale is 4 times the smallest: two steps halve it, and the third is a fault."""
+    """The first scale is 4 times the smallest: two windows halve the scale, and the third is a fault."""
     broken(GRADIENT, range(1, 1000))
     with pytest.raises(Refused, match=rf"In step 1 the gradient of model\.{re.escape(GRADIENT)}.* on_nonfinite=skip"):
         fit(f"precision={precision}", f"precision.init_scale={2.0**-8}")

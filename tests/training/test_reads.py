@@ -1,4 +1,4 @@
-"""An optimizer step reads values from the device once. `device_reads.py` explains how reads are counted."""
+"""Tests that an optimizer step reads values from the device once. `device_reads.py` explains how reads are counted."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_optimizer_step_reads_values_from_the_device_once(reads_of, recipe):
 
 
 def test_step_with_logging_reads_only_its_four_logged_values_in_addition(reads_of):
-    """These are the loss, the auxiliary loss, the gradient norm and the balance of experts."""
+    """The four values are the loss, the auxiliary loss, the gradient norm and the balance of experts."""
     read = reads_of(*MIXTURE, "log_every=1").lines(WINDOW)
     logged = sum(count for line, count in read.items() if line.startswith("lowmem/report/"))
     assert (read.total(), logged) == (5, 4), read

@@ -1,4 +1,5 @@
-"""The reference model's log-probabilities equal a second model's bits, are cached, and changes are noticed."""
+"""Tests that the reference model's log-probabilities equal a second model's bit by bit, are cached, and are computed
+again after a change."""
 
 import csv
 import gc
@@ -79,7 +80,7 @@ def numbers(folder: Path, split: str) -> np.ndarray:
 
 
 def stored_by(preferring, tmp_path, *lines) -> np.ndarray:
-    """Returns the log-probabilities of the training pairs that a run has stored."""
+    """Returns the log-probabilities of the training pairs that a run has stored; NaN for pairs that it has not read."""
     fit_run(preferring(*lines, f"cache_dir={tmp_path / 'own' / 'cache'}"), tmp_path / "own" / "run")
     found = numbers(tmp_path / "own", "train")
     shutil.rmtree(tmp_path / "own")

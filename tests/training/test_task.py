@@ -1,4 +1,4 @@
-"""Runs are resumed, evaluated and exported from their folders, and completed if they were interrupted."""
+"""Tests that runs are resumed, evaluated and exported from their folders, and completed if they were interrupted."""
 
 import csv
 import errno
@@ -33,8 +33,8 @@ LINES = ("save_every=2", "val_every=2")
 
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory):
-    """Returns a function (precision) -> the folder of a run of four steps, with checkpoints at 2 and 4. Tests copy the
-    folder, and never change it."""
+    """Returns a function (precision) -> the folder of a run of four steps, with checkpoints at 2 and 4. All tests share
+    the folder, and change only copies (one test adds .hydra)."""
     made = {}
 
     def run(precision="32"):
@@ -48,7 +48,7 @@ def whole(small, tmp_path_factory):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """Returns a function (precision) -> a copy of such a run in the folder that `fit` uses."""
+    """Returns a function (precision) -> a copy of the run in the folder that `fit` uses."""
     return lambda precision="32": shutil.copytree(whole(precision), tmp_path / "run")
 
 
@@ -103,7 +103,7 @@ def test_damaged_checkpoint_is_skipped_by_resume_auto_and_refused_by_name(fit, c
 
 @pytest.mark.wrong
 def test_resume_from_a_damaged_checkpoint_without_digest_checks_fails_or_changes_weights(fit, copy, whole, monkeypatch):
-    """The deliberately wrong variant accepts every zip archive as a checkpoint."""
+    """Wrong on purpose: every checkpoint is considered intact."""
     run = copy()
     zero_a_page(run / "checkpoints" / "step-00000002.ckpt")
     (run / "checkpoints" / "step-00000004.ckpt").unlink()
@@ -131,7 +131,7 @@ def test_resume_with_another_model_shape_is_refused(fit, whole, other, says):
         fit(f"resume={whole()}", f"model.architecture.{other}", "max_steps=6", folder="other")
 
 
-def test_resume_with_another_tokenizer_is_refused_and_evaluation_of_the_export_is_allowed(fit, whole, tmp_path):
+def test_evaluation_of_a_run_with_another_tokenizer_is_refused_but_of_its_export_is_allowed(fit, whole, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     for number in range(4):
@@ -323,7 +323,7 @@ def test_unsupported_lightning_callback_is_refused(command, tmp_path):
 
 
 def test_best_and_newest_checkpoint_are_kept_after_a_resume(fit, monkeypatch):
-    losses = iter([9.0, 5.0, 1.0, 4.0, 3.0, 2.0])  # the first is of the check before step 1
+    losses = iter([9.0, 5.0, 1.0, 4.0, 3.0, 2.0])  # the first loss is for the evaluation before step 1
     evaluated = CausalLM.on_validation_epoch_end
 
     def given(self):
@@ -349,7 +349,7 @@ def test_run_that_keeps_its_best_checkpoint_is_evaluated_and_completed(fit, copy
 
 
 def test_failed_save_of_a_better_checkpoint_keeps_the_previous_best(fit, full, monkeypatch, tmp_path):
-    losses = iter([9.0, 5.0, 1.0, 0.5, 3.0])  # the first is of the check before step 1
+    losses = iter([9.0, 5.0, 1.0, 0.5, 3.0])  # the first loss is for the evaluation before step 1
     evaluated = CausalLM.on_validation_epoch_end
 
     def given(self):
@@ -408,7 +408,7 @@ def test_save_every_minutes_keeps_the_requested_number_of_checkpoints(fit, monke
     assert steps == [15, 18, 20]
 
 
-def test_commands_printed_at_the_end_of_a_run_are_accepted_and_resume_continues_it(command, tmp_path):
+def test_commands_printed_at_the_end_of_a_run_are_accepted_and_resume_continues_the_run(command, tmp_path):
     _, said = command(f"hydra.run.dir={tmp_path}/a run")
     typed = [line for line in said.splitlines() if line.startswith("python train.py ")]
     assert [line.split("=")[0].split()[-1].strip("'") for line in typed] == ["generate", "evaluate", "resume"]
@@ -441,7 +441,8 @@ def test_end_of_a_run_prints_evaluate_and_resume_commands_and_generate_unless_in
 
 @pytest.fixture
 def full(monkeypatch):
-    """Returns a function (owner, name, which) that limits files to 2 kB during these calls of a function."""
+    """Returns a function (owner, name, which) that limits files to 2 kB during some calls of `owner.name`: `which` has
+    their numbers, from 1."""
 
     def arrange(owner, name, which):
         function, calls = getattr(owner, name), iter(range(1, 1000))
@@ -476,7 +477,7 @@ def test_failed_save_ends_the_run_and_keeps_old_checkpoint_and_current_weights(c
     assert (run / "model" / "model.safetensors").is_file() and not summary_of(run)["stopped_early"]
 
 
-def test_full_disk_at_the_last_checkpoint_writes_only_the_weights_which_evaluate(command, full, tmp_path):
+def test_full_disk_at_the_last_checkpoint_leaves_weights_that_can_be_evaluated(command, full, tmp_path):
     full(AtomicCheckpointIO, "save_checkpoint", {1})
     code, said = command()
     run = tmp_path / "run"

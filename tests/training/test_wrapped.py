@@ -1,4 +1,5 @@
-"""One docstring lists every file that replaces a module's forward or sets hooks on a module."""
+"""Tests that the docstring of training/build.py lists every file that replaces a module's forward or sets hooks on a
+module."""
 
 import re
 

@@ -126,7 +126,7 @@ def test_unwritable_target_folder_of_a_comparison_is_refused_with_advice(sweep, 
 
 
 def test_run_of_an_earlier_version_is_listed_without_its_missing_values(sweep, capsys):
-    """Earlier versions wrote fewer values. The page lacks these values of the run, and has all others."""
+    """Earlier versions wrote fewer values to summary.json and memory.csv."""
     old = json.loads((sweep / "0" / "summary.json").read_text())
     for key in ("peak_bytes_by_category", "peak_bytes_by_phase", "bits_per_byte", "device", "peak_bytes"):
         del old[key]
@@ -166,7 +166,7 @@ def test_evaluation_run_has_no_speed_and_is_not_on_the_pareto_front(tmp_path, ca
 
 @pytest.fixture
 def silent(tmp_path):
-    """A run without a summary, whose files were written an hour ago."""
+    """Returns the folder of a run without summary.json, whose files were written an hour ago."""
     folder = finished(tmp_path / "runs" / "silent", ["lr=1"])
     (folder / "summary.json").unlink()
     for path in folder.iterdir():

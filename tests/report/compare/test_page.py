@@ -1,5 +1,5 @@
 """Tests the comparison page: it is legible with fifty runs of long names, on a desktop and on a phone. Some tests need
-a browser, and are skipped if none is installed."""
+Chromium, and are skipped if it is not installed."""
 
 import json
 import re
@@ -128,7 +128,7 @@ def test_pareto_front_contains_the_runs_that_no_run_beats(fifty):
     assert of == points - beaten and 1 < len(of) < 20
 
 
-def test_few_runs_are_coloured_and_of_many_only_the_pareto_front(sweep, fifty):
+def test_all_of_few_compared_runs_are_coloured_and_of_fifty_runs_only_the_pareto_front(sweep, fifty):
     for folder in (sweep, fifty):
         every = [read(run, str(i), str(i)) for i, run in enumerate(folders.runs_below(folder))]
         best = front(every)

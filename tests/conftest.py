@@ -267,8 +267,8 @@ def no_rates_are_kept(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def sweep(tmp_path) -> Path:
-    """Returns a folder with three finished runs (the second is worse than the first in all respects), a failed run, a
-    running run and two broken runs."""
+    """Returns a folder with three finished runs (the second needs more memory and is slower than the first), a failed
+    run, a running run and two broken runs."""
     return made_runs.sweep(tmp_path / "sweep")
 
 

@@ -101,8 +101,8 @@ def test_benchmark_without_the_row_option_returns_its_parsed_options(monkeypatch
 def test_benchmark_speed_ratio_is_the_median_of_paired_steps_after_the_warm_up():
     ours = [{"seconds": [9.0, 1.0, 2.0]}, {"seconds": [9.0, 4.0, 1.0]}]
     theirs = [{"seconds": [1.0, 1.0, 4.0]}, {"seconds": [1.0, 2.0, 3.0]}]
-    assert turns.speed_ratio(ours, theirs, warm_up=1) == 1.5  # of 1, 2, 0.5 and 3
-    assert turns.difference(ours, theirs, warm_up=1) == -1.0  # of 0, -2, 2 and -2
+    assert turns.speed_ratio(ours, theirs, warm_up=1) == 1.5  # the median of 1, 2, 0.5 and 3
+    assert turns.difference(ours, theirs, warm_up=1) == -1.0  # the median of 0, -2, 2 and -2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -171,7 +171,8 @@ def test_planned_model_has_the_published_parameter_count(name):
 
 
 def test_streamed_benchmark_counts_the_copied_bytes(tmp_path):
-    """Runs the row of the benchmark that takes only seconds. The other rows count bytes in the same way."""
+    """Runs the row `link` with one micro-batch, which takes only seconds. Rows with more micro-batches count bytes in
+    the same way."""
     command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]
     row = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"ROW_FOLDER": str(tmp_path)}, capture_output=True, timeout=280

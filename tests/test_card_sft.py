@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 class Losses:
-    """Sums the losses of the micro-batches of each step."""
+    """A stand-in for the watch of a benchmark, which sums the micro-batch losses of each step."""
 
     def __init__(self) -> None:
         self.of_steps: list[float] = []

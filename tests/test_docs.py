@@ -143,7 +143,7 @@ READS_TECHNIQUES = re.compile(r"\bCHOICES\b|\btechniques\(|\b(CONF|SOURCE|DOCS)\
 
 
 def test_make_test_passes_after_techniques_are_added_as_documented(copy, small):
-    """Units and seams of the files whose tests depend on the lists of techniques."""
+    """Runs the units and seams of the test files that depend on the lists of techniques."""
     typed = command("python train.py")
     code, said = run(copy, typed, *(line for line in small if not line.startswith("lr=")))
     assert code == 0, said

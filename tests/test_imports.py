@@ -58,6 +58,7 @@ def room(module: str) -> int:
 
 
 def upwards(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """Returns (module, imported module) for each import from a folder above."""
     inside = {name: {other for other in others if "." in other} for name, others in graph.items() if "." in name}
     pairs = {(name, other) for name, others in inside.items() for other in others if name.startswith("lowmem.")}
     return {(name, other) for name, other in pairs if room(other) > room(name)}

@@ -1,5 +1,5 @@
 """Tests `make test-kernels`: each setting changes at most one variable besides the thread count, settings that the
-processor lacks are reported, and a failure with any setting is a failure of the command."""
+processor lacks are reported, and the command fails if the tests fail with any setting."""
 
 import re
 import subprocess

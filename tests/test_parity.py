@@ -1,7 +1,8 @@
-"""Tests every technique, and every pair of techniques, against the oracle (plain fp32 PyTorch). Generated from conf/.
+"""Tests every technique, and every pair of techniques of two groups, against the oracle (plain fp32 PyTorch). The tests
+are generated from conf/.
 
-A new choice in conf/ is tested alone and with every choice of the other groups. tolerances.py has its allowed
-deviation, and an optimizer that is not AdamW needs its update rule in oracle.py.
+A new choice in conf/ is tested alone and with every choice of the other groups. Its allowed deviation is in
+tolerances.py, and an optimizer that is not AdamW needs its update rule in oracle.py.
 """
 
 from functools import reduce
@@ -43,6 +44,7 @@ CHECKPOINTED = list(product(*([c for c in CHOICES if c.startswith(g)] for g in (
 
 
 def deviations(config, *techniques, overrides=()):
+    """Returns the deviations from the oracle, or the messages if the combination is refused."""
     cfg = config(*parity.overrides(*techniques), *overrides, base=())
     return list(refused(cfg)) or parity.deviations(cfg, *techniques)
 

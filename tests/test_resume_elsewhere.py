@@ -151,7 +151,8 @@ def test_failed_export_of_one_rank_fails_on_all_ranks(written):
 def test_tensor_parallel_and_pipeline_exchange_checkpoints_with_fsdp_without_changes(
     written, lines, tmp_path, strategy
 ):
-    """Tensor parallelism divides layers, some of them in another order than in the model; a pipeline divides blocks."""
+    """Tensor parallelism divides the weights of each block, some of them in another order of rows than the model's. A
+    pipeline distributes blocks over the processes."""
     base, _ = written
     there, here, back = (tmp_path / name for name in ("there", "here", "back"))
     jobs = [

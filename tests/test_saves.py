@@ -58,7 +58,8 @@ def held_bytes(fit, known):
 
 
 def too_much(held_bytes, saves, *lines):
-    """Returns the categories of which more remains than `saves` declares, with the share of the default run's bytes."""
+    """Returns {category: remaining share of the default run's bytes} for categories of which more remains than `saves`
+    declares."""
     left = {kind: held_bytes(SHAPES[kind], *lines)[kind] / held_bytes(SHAPES[kind])[kind] for kind in saves}
     return {kind: share for kind, share in left.items() if share > saves[kind]}
 

@@ -45,6 +45,7 @@ def alone(folder: Path) -> dict[str, str]:
 
 
 def have_their_own(race, folder, *arguments, count=EIGHT, claims=True):
+    """Asserts that each of `count` simultaneous commands ran in its own folder. Returns the folders."""
     codes, said = race(*arguments, count=count, claims=claims)
     assert codes == [0] * count, said
     found = alone(folder)

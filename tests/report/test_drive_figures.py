@@ -1,5 +1,5 @@
-"""Tests that a run with a drive reports the bytes that it stores, reads and writes there, and a run without a drive
-does not."""
+"""Tests that a run with a drive reports the bytes that it stores, reads and writes on the drive, and that a run without
+a drive reports none."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Tests the balance of a mixture's experts that metrics.csv reports."""
+"""Tests the balance of the experts of a mixture of experts, which metrics.csv reports."""
 
 import csv
 import math

@@ -76,7 +76,7 @@ def test_metric_that_cannot_be_imported_is_refused_in_one_sentence(command):
 def test_metric_that_draws_random_numbers_does_not_change_training(fit):
     plain = last(fit(*LINES, folder="plain")[1])["state_dict"]
     assert same(last(fit(*LINES, f"metric={__name__}.draws", folder="own")[1])["state_dict"], plain)
-    assert len(seen) == 3 and all(one[:2] == (False, False) for one in seen)  # also before the first step
+    assert len(seen) == 3 and all(one[:2] == (False, False) for one in seen)  # also called before the first step
 
 
 def test_every_evaluation_seeds_the_random_numbers_of_a_metric_equally(fit, monkeypatch):

@@ -71,7 +71,7 @@ def test_summary_table_has_a_line_per_rank_but_only_smallest_and_largest_of_64_r
 
 
 def test_sizes_below_one_gib_are_printed_in_mib(fit):
-    """Both in `byte_size` and in the table of a run."""
+    """Checks `byte_size` and the table of a run."""
     assert [byte_size(size) for size in (0, MIB // 2, 12 * MIB, GIB - MIB, GIB, 3 * GIB // 2)] == [
         *("0 MiB", "0.5 MiB", "12.0 MiB", "1,023.0 MiB", "1.000 GiB", "1.500 GiB")
     ]

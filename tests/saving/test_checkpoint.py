@@ -1,5 +1,5 @@
-"""Tests checkpoints: they are written between windows, incomplete and damaged checkpoints are recognized, and a resumed
-run equals the unbroken run."""
+"""Tests checkpoint files: a resumed run continues at its position in the data, saving and loading need little memory,
+and incomplete, damaged and unsuitable checkpoints are recognized."""
 
 import io
 import json

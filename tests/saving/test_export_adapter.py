@@ -69,6 +69,7 @@ def logits(network, dtype=torch.float32):
 
 
 def off(network, wanted, dtype=torch.float32):
+    """Returns the relative error of the logits."""
     return ((logits(network, dtype) - wanted).norm() / wanted.norm()).item()
 
 

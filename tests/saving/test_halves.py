@@ -108,7 +108,7 @@ def test_resume_with_streamed_or_resident_weights_equals_the_unbroken_run(fit, h
     "how", [TILED, *(pytest.param(how, marks=slow) for how in (MASTERS, FP16, SR, (*SR, *TILED[1:])))]
 )
 def test_streamed_checkpoint_is_evaluated_and_exported_bit_exactly(fit, config, how):
-    """With streamed and with resident weights."""
+    """Evaluates and exports with streamed and with resident weights."""
     lines = (*how, *STREAMED)
     summary, run = fit(*lines, "max_steps=2")
     model = (run / "model" / "model.safetensors").read_bytes()

@@ -58,6 +58,7 @@ def saved(file):
 
 
 def names_tell_the_truth(folder):
+    """Returns True if every file with the name of a checkpoint is complete and can be loaded."""
     files = sorted((folder / "checkpoints").glob("step-*.ckpt"))
     return files == complete(folder / "checkpoints") and all(map(saved, files))
 
@@ -72,6 +73,7 @@ def moments(count, in_saves, seed=0):
 
 
 def dies_and_goes_on(folder, live, deaths, steps, more=()):
+    """Kills the run at each moment of `deaths`, resuming it each time, and returns the tensors of the finished run."""
     for number, moment in enumerate(deaths, start=1):
         assert live(moment, steps, more=more) == -signal.SIGKILL, moment
         assert names_tell_the_truth(folder), moment

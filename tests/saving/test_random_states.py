@@ -18,6 +18,8 @@ CPU = torch.device("cpu")
 
 
 class Several(OneDevice):
+    """A strategy of several processes, as rank `rank` sees it. Args: every: the data ranks of all processes."""
+
     several = True
 
     def __init__(self, rank, every):

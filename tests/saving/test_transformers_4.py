@@ -144,7 +144,7 @@ kept = {}
 
 
 def keeps_logits(model, tokenizer):
-    """Stores the logits of the model that a run exports. A metric function of the run."""
+    """Stores the logits of the model that a run exports, as the metric function of the run."""
     ids = tokenizer(CHAT, return_tensors="pt")["input_ids"]
     kept.update(ids=ids, logits=model(input_ids=ids).logits.clone(), tokens=tokenizer(TEXT).input_ids)
     return {}

@@ -37,7 +37,7 @@ WAYS = ("device", "masters")
 def database():
     """Returns the test inputs of torch's optimizers, by the name of the optimizer."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
-        if find_spec("expecttest") is None:  # torch's test module imports it, but `optim_db` does not need it
+        if find_spec("expecttest") is None:  # torch's test module imports expecttest, but `optim_db` does not need it
             stand_in = ModuleType("expecttest")
             stand_in.TestCase = unittest.TestCase
             patch.setitem(sys.modules, "expecttest", stand_in)

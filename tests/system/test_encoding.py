@@ -12,7 +12,7 @@ from lowmem.command import cli
 
 
 def in_the_locales_encoding(code: str) -> list[int]:
-    """Returns the lines that open, read or write a text file without naming an encoding."""
+    """Returns the numbers of the lines that open, read or write a text file without naming an encoding."""
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     return [call.lineno for call in calls if _is_of_text(call) and "encoding" not in {k.arg for k in call.keywords}]
 

@@ -1,4 +1,4 @@
-"""Tests that random states are captured and restored without changing the next random numbers."""
+"""Tests that random states are captured, seeded, forked and restored."""
 
 import pytest
 import torch

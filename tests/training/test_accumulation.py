@@ -57,6 +57,7 @@ def trained(config, monkeypatch):
 
 
 def furthest(one, other):
+    """Returns the largest differences (of the gradients, of the weights)."""
     gradients = max((a - b).abs().max().item() for a, b in zip(one[0], other[0], strict=True))
     return gradients, (one[1] - other[1]).abs().max().item()
 
@@ -144,11 +145,13 @@ def loader(size, batch_size=2):
 
 
 def indices(batch):
+    """Returns the indices of the sequences in a micro-batch."""
     every = parity.Ragged().micro_batch(torch.arange(9).numpy()).input_ids
     return [int((every == row).all(1).nonzero()) for row in batch.input_ids]
 
 
 def sizes(size, windows, batch_size=2):
+    """Returns, for each window, the number of sequences in each micro-batch."""
     found = []
     for window, _ in zip(loader(size, batch_size), range(windows), strict=False):
         found.append([len(batch.labels) for batch in window.micro_batches])

@@ -159,6 +159,7 @@ def test_invalid_validation_set_is_refused(fit, files):
 
 
 def told_of_few(config, caplog, *lines):
+    """Returns the log messages about small validation sets."""
     caplog.clear()
     caplog.set_level("INFO")
     build.data(config(*lines))

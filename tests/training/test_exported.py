@@ -76,7 +76,7 @@ def test_exported_files_of_a_loaded_model_equal_the_files_that_it_was_loaded_fro
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 @in_a_new_process
 def test_export_raises_memory_by_one_shard_unless_all_weights_are_one_shard(tmp_path, monkeypatch, wrong):
-    """The deliberately wrong variant writes all weights as one shard."""
+    """Wrong on purpose (wrong=True): all weights are written as one shard."""
     keys = WIDTHS | {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(_of_type("llama", **keys), dtype=torch.bfloat16)

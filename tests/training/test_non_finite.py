@@ -120,7 +120,7 @@ def test_skipped_non_finite_step_is_counted_and_leaves_the_weights_of_a_run_with
 
 @pytest.mark.wrong
 def test_checkpoint_of_weights_made_non_finite_by_an_ignored_gradient_is_refused(fit, broken, monkeypatch):
-    """The deliberately wrong variant: training continues with non-finite weights."""
+    """Wrong on purpose: training continues with non-finite weights."""
     broken(GRADIENT, {2})
     monkeypatch.setattr(NonFiniteSteps, "meet", lambda *_: None)
     usable = CausalLM._usable

@@ -46,7 +46,7 @@ RECIPES = {
     "documents": ((*DOCUMENTS, "loss=full"), 1),
     "documents, checkpointing": ((*DOCUMENTS, "gradient_checkpointing=every_layer"), 1),
     "documents, by layer": ((*DOCUMENTS, *BY_LAYER), 1),
-    "documents, window": ((*SLIDING, *DOCUMENTS), 1),  # shorter than a row, so it needs the mask
+    "documents, window": ((*SLIDING, *DOCUMENTS), 1),  # the window is shorter than a row, so attention needs a mask
 }
 
 

@@ -229,8 +229,8 @@ def test_run_with_products_widened_to_fp32_has_the_peak_memory_of_a_native_16_bi
         _, folder = fit(f"precision={precision}", "loss=chunked", folder=str(units))
         rows = list(csv.DictReader((folder / "memory.csv").open()))
         held.append([(row["step"], row["phase"], row["live_peak_bytes"]) for row in rows])
-        "save",
-    }
+    phases = {phase for _, phase, _ in held[0]}
+    assert held[0] == held[1] and phases == {"load", "forward", "backward", "step", "evaluation", "save"}
 
 
 # --- only where it is needed, only during the run ---------------------------------------------------------------------

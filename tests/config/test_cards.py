@@ -25,7 +25,7 @@ PRODUCTS = {"float32", "tensorfloat32", "bfloat16", "float16"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_card_has_all_fields_and_names_its_source(name):
+def test_known_card_has_all_fields_with_positive_rates_and_a_source_url(name):
     said = cards.cards()[name]
     assert said.keys() == FIELDS and said["tflops"].keys() == PRODUCTS and said["source"].startswith("https://")
     assert (
@@ -72,7 +72,7 @@ def test_nearest_card_name_is_suggested_first(word, first):
 
 
 def predicted(reserved, context_bytes):
-    """Returns a prediction. Args: reserved: bytes reserved by torch; context_bytes: of the CUDA context."""
+    """Returns a prediction in which torch reserves `reserved` bytes and the CUDA context takes `context_bytes`."""
     phases = {name: Need(reserved, GIB) for name in PHASES}
     device, host = DeviceBytes("step", activations=reserved, context=context_bytes), HostBytes("step", libraries=GIB)
     return Prediction(phases, device, host, DriveBytes(), reserved, 1, True)
@@ -90,8 +90,8 @@ def test_run_fits_a_card_if_reserved_memory_and_cuda_context_do_not_exceed_its_s
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_cuda_context_is_not_subtracted_twice_from_free_memory_of_a_present_card(monkeypatch, config, twice):
-    """The context has taken 0.3 of 11.75 GiB, and the recipe fits in the rest. The wrong variant (`twice`) subtracts a
-    context again."""
+    """The CUDA context already takes 0.3 of 11.75 GiB, and the recipe fits in the rest. The wrong variant (`twice`)
+    adds a second context to the prediction."""
     free = round((11.75 - 0.3) * GIB)
     made_up(monkeypatch, free)
     cfg = config("device=cuda", "plan=check")
@@ -155,7 +155,7 @@ def test_query_of_the_present_card_without_cuda_is_refused_with_gpu_size_advice(
     ],
 )
 def test_invalid_gpu_rows_or_plan_value_is_refused_before_torch_is_imported(script, line, says):
-    """No other heavy package is imported either: about 450 modules in a second, most of which Hydra takes."""
+    """The limit of 600 modules also excludes other heavy packages. Hydra and lowmem itself import about 470 modules."""
     command = [sys.executable, "-X", "importtime", script, line]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=240)
     imported = [row for row in done.stderr.splitlines() if row.startswith("import time:")]

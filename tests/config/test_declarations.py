@@ -18,11 +18,11 @@ def test_technique_in_the_config_equals_the_declaration_in_its_yaml(config, grou
 
 
 @pytest.mark.parametrize("group", groups())
-def test_group_advises_at_most_one_technique_and_its_host_variants_exist(group):
+def test_group_except_weights_strategy_and_compile_advises_one_technique_and_host_variants_exist(group):
     every = techniques(group)
     advised = [name for name, technique in every.items() if technique.advised]
-    # No advice in three groups: only a plan can advise streamed weights, which need a precision and a checkpointing,
-    # or a strategy, which needs several devices; compiled blocks mainly save time.
+    # Three groups advise nothing. Only a plan can advise streamed weights (which need certain choices of precision and
+    # gradient_checkpointing) or a strategy (which needs several devices), and compiled blocks mainly save time.
     assert len(advised) == (group not in ("weights", "strategy", "compile")) and all(
         every[name].saves for name in advised
     )
@@ -48,6 +48,6 @@ def test_technique_without_declarations_has_the_defaults():
 
 
 def test_strategy_declares_several_processes_exactly_if_its_class_needs_them():
-    """The command line reads the declaration, because it decides without torch whether to start ranks."""
+    """The command line decides whether to start ranks before it imports torch, so it reads the declaration."""
     runs = [run_of([f"strategy={name}"]) for name in techniques("strategy")]
     assert [run.several for run in runs] == [run.strategy_class.several for run in runs]

@@ -1,5 +1,5 @@
 """Tests that each refused command line prints a message before anything is built. For each refusal, a test named
-test_without_refusal_... shows the result of a run without the refusal."""
+test_without_refusal_... shows what would go wrong without the refusal."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ from lowmem.training import build
 from lowmem.training.build import optimizer
 from networks import network
 
-# name of the test without the refusal -> a refused command line, in the order of REFUSALS
+# name of a test after `test_without_refusal_` -> a refused command line, in the order of REFUSALS
 TYPED = {
     "clipping_in_backward_clips_nothing": ["optim.in_backward=true"],
     "loss_scaling_in_backward_lets_an_overflow_through": ["optim.in_backward=true", "clip=null", "precision=16"],
@@ -84,7 +84,7 @@ TYPED = {
 }
 
 
-def test_every_refusal_has_a_command_line_and_a_test_without_it():
+def test_every_refusal_has_a_refused_command_line_and_a_test_without_the_refusal():
     without = [name for name in globals() if name.startswith("test_without_refusal_")]
     told = "a refusal needs a line in TYPED and a test_without_refusal_<name> that runs it with the list emptied"
     assert [f"test_without_refusal_{name}" for name in TYPED] == without, told
@@ -93,7 +93,7 @@ def test_every_refusal_has_a_command_line_and_a_test_without_it():
 
 @pytest.mark.parametrize(("refusal", "line"), [*zip(refusals.REFUSALS, TYPED.values(), strict=True)], ids=TYPED)
 def test_refused_command_line_builds_nothing_and_says_what_to_type(command, tmp_path, refusal, line, monkeypatch):
-    monkeypatch.setattr(build, "data", None)  # calling it would be another error
+    monkeypatch.setattr(build, "data", None)  # a call would raise a TypeError
     if line == ["optim=adamw4bit"]:
         monkeypatch.setattr(refusals.shutil, "which", lambda name: None)
     code, said = command(*line)
@@ -119,7 +119,7 @@ def test_command_line_close_to_a_refused_one_trains_4_steps(fit, allowed):
     assert summary["steps"] == 4
 
 
-# --- without the refusals: each test runs a refused combination ------------------------------------------------------
+# --- without the refusals: what goes wrong ----------------------------------------------------------------------------
 
 
 def trained(config, *techniques):
@@ -199,7 +199,7 @@ def test_without_refusal_optimizer_state_in_host_memory_is_not_paged(config):
 
 
 def test_without_refusal_lightning_ranks_claim_separate_run_folders(monkeypatch):
-    """Lightning starts the second rank without this project's environment variables, so it looks like a new run."""
+    """Lightning starts the second rank without lowmem's environment variables, so this rank looks like a new run."""
     started = []
 
     class Started:
@@ -232,7 +232,7 @@ def test_without_refusal_only_one_of_two_devices_trains(fit, monkeypatch):
 
 
 def moved_in(config, *lines):
-    """Returns a module with its weights in host memory, as the precision and `weights` place them."""
+    """Returns a module whose weights are in host memory as far as precision= and weights= store them there."""
     cfg = config(*lines, base=())
     module = build.causal_lm(cfg, model.describe(cfg))
     made(module, instantiate(cfg.precision), module.weights)
@@ -240,7 +240,7 @@ def moved_in(config, *lines):
 
 
 def test_without_refusal_each_process_holds_all_streamed_weights(config):
-    """Every process stores all blocks in host memory that it does not share."""
+    """Every process holds all blocks in its private host memory."""
     typed = parity.overrides("precision=bf16-master", "weights=streamed")
     for strategy in ("strategy=auto", "strategy=ddp"):  # the strategy makes no difference
         module = moved_in(config, *typed, strategy)
@@ -269,7 +269,7 @@ def test_without_refusal_masters_take_gradients_before_ranks_exchange_them(confi
 
 
 def test_without_refusal_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch):
-    """The gradients of all ranks sum to zero, so no weight should change."""
+    """The communication hook makes every averaged gradient zero, so no weight should change."""
     ready, seen = ddp.DataParallel.before_training, {}
 
     def cancelled(_, bucket):
@@ -297,7 +297,7 @@ def test_without_refusal_a_step_in_backward_does_not_wait_for_other_ranks(fit, m
 
 
 def test_without_refusal_paged_state_is_not_sharded(config):
-    """Every rank pages the complete state to host memory."""
+    """Every rank holds the complete paged state instead of a shard."""
     large = torch.nn.Linear(400, 400, bias=False)
     with process_group(config("strategy=ddp")) as ranks:
         made = optimizer(config("optim=paged_adamw8bit"))(large, ranks.local)
@@ -311,8 +311,8 @@ def test_without_refusal_paged_state_is_not_sharded(config):
     ("optim", "is_another"), [("adafactor", True), ("muon", True), ("adam8bit", True), ("sgd", False)]
 )
 def test_without_refusal_whole_matrix_optimizers_update_shards_differently(config, optim, is_another):
-    """The first of two ranks has the upper half of a matrix. Its 5,000 elements do not fill whole blocks of the 8-bit
-    optimizer."""
+    """The first of two ranks has the upper half of a matrix: 5,000 elements, not a multiple of the block size of the
+    8-bit optimizer."""
     whole, half = torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 50, bias=False)
     with torch.no_grad():
         half.weight.copy_(whole.weight[:50])
@@ -326,7 +326,7 @@ def test_without_refusal_whole_matrix_optimizers_update_shards_differently(confi
 
 @pytest.mark.parametrize("kind", ["OptimState4bit", "Tensor"])
 def test_without_refusal_state_of_a_tensor_subclass_cannot_be_saved(tmp_path, kind):
-    """For comparison, a plain tensor of `torch.zeros` is saved."""
+    """For comparison, saving a plain tensor succeeds."""
     of_its_own = kind == "OptimState4bit"
     made = import_module("torchao.optim.subclass_4bit").OptimState4bit.zeros if of_its_own else torch.zeros
     with pytest.raises((ValueError, NotImplementedError)) if of_its_own else nullcontext():
@@ -334,7 +334,7 @@ def test_without_refusal_state_of_a_tensor_subclass_cannot_be_saved(tmp_path, ki
 
 
 def test_without_refusal_ranks_find_different_batch_sizes(config, monkeypatch):
-    """A rank with less free memory makes more micro-batches, and waits in the last one for ranks that have finished."""
+    """A rank with less free memory makes more micro-batches, and in the last it would wait for a finished rank."""
     cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=8")
     numbers = []
     for room in (8, 4):
@@ -425,7 +425,7 @@ def test_without_refusal_batch_size_auto_on_a_cpu_chooses_the_largest_size(confi
 
 
 def products(policy):
-    """Returns how many matrix products a forward and a backward pass of compiled blocks make."""
+    """Returns the number of matmuls in a forward and a backward pass of compiled blocks."""
     model = network("llama")
     compile_blocks(model, "aot_eager")
     policy(model)
@@ -437,7 +437,7 @@ def products(policy):
 
 
 def test_without_refusal_selective_checkpointing_recomputes_all_of_compiled_blocks():
-    # no matrix product of a compiled block is stored, so selective recomputes all of them, as every_layer does
+    # the result of no matmul in a compiled block is stored, so selective recomputes all matmuls, as every_layer does
     assert products(policies.selective) >= products(policies.every_layer) > products(policies.none)
 
 

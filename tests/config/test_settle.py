@@ -26,7 +26,7 @@ def test_building_a_transformers_config_does_not_change_the_run():
     assert run.model.architecture["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-def test_late_max_steps_changes_the_scheduler_unless_the_run_was_resolved():
+def test_max_steps_known_later_sets_the_scheduler_steps_unless_the_run_was_resolved():
     run = run_of(["scheduler=cosine"])
     later = run.knowing(max_steps=77)
     assert later.scheduler.total_steps == 77 == later.max_steps and run.scheduler.total_steps == run.max_steps != 77

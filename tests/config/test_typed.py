@@ -177,7 +177,7 @@ def test_misspelt_key_is_corrected_to_the_nearest_key_and_an_unrelated_word_to_n
     assert {word: near for word in OTHER_WORDS.split() if (near := spelling.nearest(word, known))} == {}
 
 
-def test_streaming_with_a_tokenizer_and_delimiters_of_one_character_are_accepted():
+def test_streaming_with_a_tokenizer_or_pretrained_model_and_valid_csv_delimiters_are_accepted():
     for line in (
         "data=hub data.path=x data.streaming=true tokenizer=x",
         "data=hub data.path=x data.streaming=true model.pretrained=true",
@@ -456,7 +456,8 @@ OWN = ("+loss.path=[a,b]", "+loss.target=3", "+loss.alpha=-1", "+loss.dropout=1.
 
 @pytest.fixture
 def a_yaml_of_ones_own(tmp_path, monkeypatch):
-    """(package) -> overrides that choose its class `Weighted`, which a yaml of conf/ names."""
+    """Returns a function (package) -> overrides that choose the package's class `Weighted`. A yaml file that names this
+    class replaces the files of conf/ for the schema."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def written(package):
@@ -523,7 +524,7 @@ GIVEN = {  # keys that must be set beside a choice
 
 
 def keys() -> list[tuple[str, object, list[str]]]:
-    """Returns (key, value, overrides that must be typed beside it) of every yaml that a run reads."""
+    """Returns (key, value, overrides that the key needs) for every key of the yaml files that a run reads."""
     found = []
     for file in (CONF / "config.yaml", *(file for group in GROUPS for file in sorted((CONF / group).glob("*.yaml")))):
         whole, choice = OmegaConf.to_container(OmegaConf.load(file)), f"{file.parent.name}={file.stem}"
@@ -552,7 +553,8 @@ def misspelt(draw, words):
 
 @st.composite
 def lines(draw):
-    """Generates lines for an existing or misspelt group or key, with a value as in its yaml or with any other value."""
+    """Draws overrides for one choice or key: as in conf/, or with an unknown, misspelt or removed name or any other
+    value."""
     value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
     group = draw(st.sampled_from(GROUPS))
     choice = draw(st.sampled_from(CHOICES[group]))
@@ -576,7 +578,7 @@ def outcome(arguments: list[str]) -> str:
     """Runs the checks of a command, up to reading data and creating weights.
 
     Returns:
-        `runs`, or which check refused the command line.
+        `runs`, or a text that names the check that refused the command line.
 
     Raises:
         Exception: any error but `Refused`; a user would see it as a traceback.

@@ -69,7 +69,7 @@ WORDS = (
 
 
 def tokenizer(template: str | None, special=("<|im_start|>", "<|im_end|>"), pieces="bytes", **named):
-    """Returns a tokenizer in which two newlines, and each of `WORDS` with and without a space before it, are single
+    """Returns a tokenizer in which "\n\n", and each of `WORDS` with and without a space before the word, are single
     tokens."""
     bpe = Tokenizer(models.BPE())
     if pieces == "bytes":
@@ -114,7 +114,7 @@ def marked(made, fields: dict, **how) -> str:
 
 
 def rows(made, fields: dict, **how) -> list[str]:
-    """Returns the rows of a conversation that takes several rows."""
+    """Returns each row of a conversation that takes several rows, in the notation of `written`."""
     return [written(made, one) for one in encoded(made, fields, **how)]
 
 

@@ -1,4 +1,5 @@
-"""No part of a conversation is lost: parts that a template omits, spellings of arguments, and rows of answers.
+"""No part of a conversation is lost silently: parts that a template omits, tool-call arguments, answers in several
+rows, empty answers and skipped records.
 
 Each small template has one property of a published chat template. Expectations are written by hand as in
 `test_chat.py`, which also has `marked` and `encoded`.
@@ -27,12 +28,12 @@ LETTERS = {"system": "S", "user": "U", "assistant": "A", "tool": "T"}
 
 
 def turns(answer: str, others: str = "", end: str = END) -> str:
-    """Returns a template.
+    """Returns a chat template.
 
     Args:
-        answer: renders the assistant's message `m`.
-        others: renders messages of further roles.
-        end: follows each answer.
+        answer: template text that renders a message `m` of the assistant.
+        others: `elif` branches that render messages of further roles.
+        end: text after each answer.
     """
     return (
         "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>U:{{ m.content }}<|im_end|>"
@@ -169,8 +170,8 @@ def test_white_space_inside_a_generation_tag_after_the_answer_end_is_not_learned
     assert learned(inside, USER, ANSWER) == [f"{START}U:hello{END}{START}A:[fine{END}]\n"]
 
 
-def test_missing_call_is_refused_even_if_the_template_raises_for_placeholder_values():
-    """The check replaces all parts by placeholder values at once, and this template raises an error for them."""
+def test_tool_call_that_is_not_rendered_is_refused_even_if_the_template_rejects_placeholders():
+    """The check replaces all parts by placeholders at once, and this template raises an error for placeholders."""
     choosy = "{% if 'hello' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
     assert learned(choosy + THREE, USER, ANSWER) == learned(THREE, USER, ANSWER)
     with pytest.raises(BadRecord, match="the name of call 1"):
@@ -213,7 +214,7 @@ ARGUMENTS = {"city": "Paris", "days": [1, {"unit": "m"}]}
 
 
 def with_calls(name: str) -> str:
-    """Returns a template that renders tool-call arguments in the spelling of this name."""
+    """Returns a template that renders tool-call arguments as `SPELLINGS[name]` does."""
     one_call = "{% set c = t.function %} {{ c.name }} " + SPELLINGS[name]
     return turns("{{ m.content }}{% for t in m.tool_calls %}" + one_call + "{% endfor %}")
 
@@ -319,7 +320,7 @@ def test_each_answer_has_its_own_row_if_the_template_drops_earlier_reasoning():
     assert learned(THINKS, *first, USER) == [one]  # a question without an answer adds no row
 
 
-def test_answers_to_one_question_share_a_row_and_the_answer_to_the_next_has_its_own():
+def test_answers_to_one_question_share_a_row_and_the_next_question_gets_another_row():
     asks, looks = message("user", "the cat"), thought("I", "am", tool_calls=[PARIS])
     one = f"{START}U:hello{END}{START}A:[<think>I</think>am call weather" + ' {"city": "Paris"}' + f"{END}]"
     one += f"{START}T:26{END}{START}A:[<think>on</think>sat{END}]"
@@ -337,8 +338,9 @@ DROPS = turns(  # drops the reasoning before a call once an answer follows
 )
 
 
-def test_answer_follows_the_reasoning_that_only_its_generation_prompt_renders():
-    """Once the answer follows, the template drops the reasoning, so only the generation prompt's text contains it."""
+def test_row_keeps_reasoning_before_a_tool_call_that_the_template_drops_once_the_answer_follows():
+    """Once an answer follows the tool call, the template drops the reasoning before the call, so the row is built from
+    the rendered generation prompt, which contains the reasoning."""
     looks = message("assistant", reasoning_content="I am", tool_calls=[PARIS])
     assert learned(DROPS, USER, looks, message("tool", "26"), ANSWER) == [
         f"{START}U:hello{END}{START}A:[<think>I am</think> call weather"
@@ -384,8 +386,8 @@ def test_tool_call_outside_the_generation_tag_is_refused():
         learned(outside, USER, LOOKS)
 
 
-def test_answer_after_reasoning_opened_by_the_header_begins_behind_the_generation_prompt_tokens():
-    """The header ends in a newline and the rendered answer begins with one: together they would be one token."""
+def test_learned_tokens_begin_after_the_generation_prompt_even_if_newlines_would_merge():
+    """The header ends in a newline and the rendered answer begins with a newline. Both would merge into one token."""
     opens = turns("<think>\n{{ m.reasoning_content or '' }}\n</think>{{ m.content }}").replace(
         ASKS, "{% if add_generation_prompt %}<|im_start|>A:<think>\n{% endif %}"
     )
@@ -478,10 +480,10 @@ def test_notes_count_empty_answers_skipped_records_and_tokens_in_additional_rows
     assert notes[1].startswith("train: tokens in additional rows of conversations, because data.template=")
     assert notes[1].endswith(f": {2 * one:,}.")
     assert notes[2].startswith("data.skip_bad=true: skipped 1 of 4 train records") and len(notes) == 3
-    assert two - one > one  # the longest row is not counted
+    assert two - one > one  # the longest row of a conversation does not count as additional
 
 
-def test_too_long_conversation_is_refused_with_its_line_behind_records_of_two_rows_and_none(tmp_path):
+def test_too_long_conversation_is_refused_with_its_line_after_records_with_two_rows_or_none(tmp_path):
     """The records before the conversation take two rows, one row and no row."""
     long = conversation("hello", "I am fine " * 60)
     made = source(

@@ -27,7 +27,7 @@ CHAT = (
 
 @pytest.fixture
 def chat(config):
-    """(overrides) -> the config of a small run on the conversations in examples/."""
+    """Returns a function (overrides) -> config of a small run on the conversations in examples/."""
 
     def make(*overrides, path=ROOT / "examples" / "chat.jsonl"):
         another = any(line.startswith("model=") for line in overrides)  # has other architecture keys
@@ -73,8 +73,8 @@ def test_training_on_shipped_conversations_lowers_the_loss_and_exports_the_templ
 def test_counts_of_tokens_and_learned_tokens_exclude_padding_and_continue_on_resume(
     run, chat, tmp_path, packing, caplog
 ):
-    """Neither count includes padding. Earlier versions counted only learned tokens; a resumed run continues from that
-    count."""
+    """Checkpoints of earlier versions contain only the number of learned tokens. A resumed run continues both counts
+    from this number."""
     typed = (f"data.packing={packing}", "logger=csv", "max_steps=2")
     summary = run(*typed)
     windows = [next(windows) for windows in [iter(build.data(chat(*typed)).train)] for _ in range(2)]
@@ -121,13 +121,13 @@ def test_bad_conversation_is_refused_with_its_line_or_skipped_and_counted(run, t
     assert "1 of" in caplog.text and "some.jsonl, line 3" in caplog.text
 
 
-def test_missing_template_file_is_refused_with_its_name(chat):
+def test_missing_chat_template_file_is_refused_with_its_name(chat):
     with pytest.raises(Refused, match=r"data\.template=own\.jinja: there is no such file"):
         check_places(chat("data.template=own.jinja"))
     check_places(chat("data.template=chatml"))
 
 
-def test_base_model_without_a_template_is_refused_and_gets_two_tokens_with_template_chatml(run, fit, tmp_path):
+def test_base_model_without_a_chat_template_is_refused_or_gets_two_tokens_with_template_chatml(run, fit, tmp_path):
     fit("max_steps=1", "model.architecture.n_positions=512", folder="base")
     base = ("model=hf", f"model.name={tmp_path / 'base' / 'model'}", "lr=1e-3", "max_steps=1")
     with pytest.raises(Refused, match=r"base.model has no chat template.*Type data\.template=chatml"):

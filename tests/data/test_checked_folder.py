@@ -19,7 +19,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "a
 
 @pytest.fixture
 def source(tmp_path):
-    """() -> a text source of the files as they are at this moment."""
+    """Returns a function () -> a text source of the files as they are at the time of the call."""
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(4):
@@ -30,7 +30,8 @@ def source(tmp_path):
 
 @pytest.fixture
 def tokens(source, tmp_path):
-    """() -> a digest of all tokens and ends of both splits, and of the tokenizer, read through the cache."""
+    """Returns a function () -> (digest of the arrays of both splits, tokenizer as JSON). It reads both through the
+    cache."""
 
     def read():
         made = token_store.tokenize(source(), tmp_path / "cache", 300)
@@ -101,7 +102,7 @@ def test_cache_folder_of_an_earlier_version_without_checksums_is_rebuilt(tokens,
     assert tokens() == right
 
 
-def test_cached_tokenizer_file_that_was_modified_is_trained_again(source, tmp_path):
+def test_cached_tokenizer_is_trained_again_if_its_file_was_modified(source, tmp_path):
     def trained():
         return token_store.train_tokenizer(source(), tmp_path / "cache", 300, []).backend_tokenizer.to_str()
 
@@ -111,7 +112,7 @@ def test_cached_tokenizer_file_that_was_modified_is_trained_again(source, tmp_pa
     assert trained() == right
 
 
-def test_open_token_arrays_stay_unchanged_while_another_start_rebuilds_their_folder(source, tmp_path):
+def test_open_token_arrays_stay_unchanged_while_another_run_rebuilds_the_cache_folder(source, tmp_path):
     made = token_store.tokenize(source(), tmp_path / "cache", 300)
     right = made.train.ids.tobytes()
     flipped(folder_of(tmp_path) / "val.bin")
@@ -132,7 +133,7 @@ def test_cache_folder_removed_by_another_process_while_opening_is_rebuilt(tokens
 
 
 def test_concurrent_runs_with_a_damaged_cache_get_correct_tokens(tokens, tmp_path):
-    """Threads stand for processes: they share nothing but the folder."""
+    """Threads stand in for processes."""
     right, found = tokens(), []
     for _ in range(3):
         flipped(folder_of(tmp_path) / "train.bin")

@@ -68,7 +68,7 @@ def test_single_text_file_is_validated_on_its_last_part(text_folder):
         ("ab", "b"),
     ],
 )
-def test_single_file_is_cut_at_a_paragraph_line_or_word(text, val):
+def test_single_text_file_is_split_at_a_paragraph_line_or_word_boundary(text, val):
     assert text[reading.cut_at(lambda: [text], 0.2) :] == val
 
 
@@ -159,7 +159,8 @@ def test_record_files_read_as_plain_text_are_refused_unless_on_error_is_set(tmp_
 
 @pytest.fixture
 def locked():
-    """A folder of text files, whose permissions a test can remove. A test that root runs becomes user nobody for it."""
+    """A folder of text files whose permissions a test can remove. Root may read every file, so a test that root runs
+    gets the effective user nobody."""
     folder = Path(tempfile.mkdtemp(prefix="lowmem-"))  # not tmp_path, which only its owner may enter
     _files(folder, "a.txt", "b.txt", "below/c.txt")
     folder.chmod(0o755)

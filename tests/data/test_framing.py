@@ -81,7 +81,9 @@ def check_text(made, around, text):
 
 
 def check_answer(made, around, prompt, completion, never_refused=False):
-    """Checks that a row begins with the tokens of its prompt, and decodes to both texts with a lossless tokenizer."""
+    """Checks that a row begins with the tokens of its prompt, ends with one end token, and decodes to the two texts or
+    to the decoded tokens of the joined text. A `BadRecord` passes if the tokens of the joined text do not begin with
+    the tokens of the prompt, or if the completion adds no token."""
     _, begin, end = AROUND[around]
     row, whole = encoded(made, prompt, completion), own(made, prompt + completion)
     asked = framing.prompt_ids(made, prompt)
@@ -217,7 +219,7 @@ def test_data_bos_sets_the_begin_token_of_the_tokenizer_call_and_of_its_export(b
     made, (_, begin, end) = tokenizer("bpe", "byte level", around), AROUND[around]
     source = text_files.Corpus("text", [], [], bos=bos)
     framing.dress(made, source)
-    # [CLS] stays behind the begin token of data.bos
+    # the begin token of data.bos precedes [CLS]
     expected = [] if not bos else begin if BOS in begin else [BOS, *begin]
     text = made("the cat", add_special_tokens=False)["input_ids"]
     around_text = [IDS[one] for one in expected], [IDS[one] for one in end]
@@ -379,7 +381,7 @@ def test_run_of_an_earlier_version_resumes_with_its_tokens_bit_exactly(fit, tmp_
     (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
     typed = ("data=jsonl", f"data.path={tmp_path / 'qa.jsonl'}", "data.prompt=p", "data.completion=c", "save_every=2")
     typed += (f"tokenizer={tmp_path / 'tokenizer'}", "model.architecture.vocab_size=512", "seq_len=64")
-    _, earlier = fit(*typed, "data.bos=older", folder="earlier")  # writes the checkpoints of earlier versions
+    _, earlier = fit(*typed, "data.bos=older", folder="earlier")  # writes checkpoints as earlier versions did
     resume = f"resume={earlier / 'checkpoints' / 'step-00000002.ckpt'}"
     _, resumed = fit(*typed, resume, folder="resumed")
     assert same(last(earlier)["state_dict"], last(resumed)["state_dict"])

@@ -1,7 +1,4 @@
-"""Folders that are laid out like data sets of the hub: data=hub reads the same records as data=csv or data=jsonl.
-
-The oracle is the reader of the file's own format, data=csv or data=jsonl.
-"""
+"""Folders that are laid out like data sets of the hub: data=hub reads the same records as data=csv or data=jsonl."""
 
 import json
 from itertools import islice
@@ -83,7 +80,7 @@ def test_other_csv_separator_is_refused_unless_the_readme_of_the_folder_names_it
     assert [record.fields["a"] for record in hub(str(tmp_path), **HOW).reader.all_records("train")] == ["007"]
 
 
-def test_readme_skiprows_are_applied_and_a_guessed_number_is_refused(tmp_path, tokenizer):  # noqa: F811
+def test_skiprows_in_a_hub_readme_are_applied_and_text_that_datasets_reads_as_a_number_is_refused(tmp_path, tokenizer):  # noqa: F811
     """The error names data=csv and data=jsonl, which do not guess types."""
     (tmp_path / "a.csv").write_text("a comment\n" + table(["007"]))
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: x\n  skiprows: 1\n  data_files: a.csv\n---\n")
@@ -103,7 +100,7 @@ def test_value_that_datasets_guesses_to_be_a_date_is_refused_with_other_sources_
 
 @pytest.fixture(params=["csv", "jsonl"])
 def folder(request, tmp_path):
-    """Three files of seven rows."""
+    """Returns a folder with three files of seven rows each."""
     write = {"csv": lambda texts: "text\n" + "\n".join(texts), "jsonl": lambda texts: _lines_of(texts)}[request.param]
     for number in range(3):
         texts = [f"shard {number} row {row}: " + "x = self ( ) " * (row % 5 + 1) for row in range(7)]
@@ -126,7 +123,7 @@ def test_streamed_hub_folder_of_csv_or_jsonl_resumes_bit_exactly_from_any_window
 
 
 def test_stream_position_saved_by_datasets_in_an_older_version_is_continued(folder):
-    """Older versions read these files with `datasets`, and saved the state of its stream."""
+    """Older versions of lowmem read these files with `datasets`, and saved the state of that stream."""
     older = iter(stream := datasets.load_dataset(str(folder), split="train", streaming=True))
     passed = [next(older)["text"] for _ in range(9)]
     reader = hub(str(folder)).reader

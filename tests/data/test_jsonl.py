@@ -47,7 +47,6 @@ def test_every_jsonl_line_is_a_document_of_exactly_one_split(tmp_path):
 
 
 def test_bom_crlf_blank_lines_and_missing_final_newline_leave_the_jsonl_tokens_unchanged(tmp_path):
-    """A byte order mark, Windows line ends, empty lines, and a file that does not end in a newline."""
     lines = [json.dumps({"text": text}) for text in TEXTS]
     (tmp_path / "plain.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "odd.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n  \r\n\r\n".join(lines).encode())
@@ -282,7 +281,7 @@ def outcome(folder, of_train, of_val, skip_bad, pairs):
 
 
 def read_again(contents, pairs):
-    """Yields the texts that an independent reader takes from these files; it leaves out every bad line."""
+    """Yields the text of each valid line, as an independent reader finds it."""
     for content in contents:
         for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
             try:
@@ -371,7 +370,8 @@ def test_completions_that_repeat_their_prompt_are_reported_for_both_splits(tmp_p
 
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_records_with_the_lowest_hashes_are_held_out_if_the_fraction_is_too_small(least):
-    """At most half of the distinct records are held out. A fraction that already holds out enough is not changed."""
+    """A fraction that holds out fewer than `least` records is raised, but to at most half of the distinct records (or
+    one record). A fraction that holds out enough is not changed."""
     named = [f"record {number % 40}".encode() for number in range(80)]
     for count in range(1, 40):
         for share in (1e-9, 0.05, 0.5):

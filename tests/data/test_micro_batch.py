@@ -94,8 +94,8 @@ def trained(config, folder: Path, *overrides: str) -> dict:
 def test_pair_loss_with_4_accumulated_micro_batches_equals_the_mean_over_pairs_of_one_batch(
     config, tmp_path, monkeypatch
 ):
-    """The two losses differ by about 1e-7, because their fp32 sums have another order. Wrong variant: weights of plain
-    text, which count tokens, change the loss by about 1e-2."""
+    """The two losses differ by about 1e-7, because their fp32 sums have another order. Wrong variant: weights that
+    count tokens, as for plain text, change the loss by about 1e-2."""
     whole = trained(config, tmp_path / "whole", "batch_size=4")
     parts = trained(config, tmp_path / "parts", *SPLIT)
     assert parts["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)

@@ -38,7 +38,7 @@ def half_learned(first, count):
 
 
 def counted(mixed):
-    """Returns the number of learned tokens of each part."""
+    """Returns the numbers of learned tokens of the first and the second part (whose token ids begin at 1000)."""
     batch = mixed.micro_batch(np.arange(len(mixed)))
     of = Counter()
     for row, label in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
@@ -47,7 +47,7 @@ def counted(mixed):
 
 
 @pytest.mark.parametrize(("shares", "share"), [((3, 1), 0.75), ((1, 1), 0.5), ((1, 9), 0.1), (None, 79 / 118.5)])
-def test_mixture_weights_are_shares_of_learned_tokens(shares, share):
+def test_data_shares_of_a_mixture_are_fractions_of_learned_tokens(shares, share):
     shares = shares and dict(zip(("all", "half"), shares, strict=True))
     mixed = Mixed({"all": part(0, 80), "half": half_learned(1000, 80)}, shares)
     ours, theirs = counted(mixed)
@@ -57,7 +57,7 @@ def test_mixture_weights_are_shares_of_learned_tokens(shares, share):
     assert shares is None or abs(by_rows - rows_alone) > 0.03
 
 
-def test_weighted_mixture_repeats_every_row_of_the_smaller_part_equally_often():
+def test_mixture_with_shares_repeats_every_row_of_the_smaller_part_equally_often():
     mixed = Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1, "small": 1})
     found = Counter(mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist())
     large, small = ([found[first + i] for i in range(count)] for first, count in ((0, 40), (1000, 10)))
@@ -65,7 +65,7 @@ def test_weighted_mixture_repeats_every_row_of_the_smaller_part_equally_often():
     assert "4.00 passes per epoch" in list(mixed.describe())[1]
 
 
-def test_mixture_without_weights_reads_every_row_once():
+def test_mixture_without_shares_reads_every_row_once():
     mixed = Mixed({"one": part(0, 41), "other": part(1000, 11)}, None)
     found = mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist()
     assert sorted(found) == [*range(40), *range(1000, 1010)]
@@ -107,13 +107,13 @@ def test_mixture_resumed_after_any_window_reads_the_remaining_rows_in_order(done
         assert all(map(torch.equal, *([b.input_ids for b in w.micro_batches] for w in (one, other))))
 
 
-def test_order_digest_of_a_mixture_changes_with_its_weights():
+def test_order_digest_of_a_mixture_changes_with_its_shares():
     parts = {"large": part(0, 41), "small": part(1000, 11)}
     orders = [WindowLoader(Mixed(parts, w), Share(3), fixed(2), 7).order for w in (None, {"large": 1, "small": 1})]
     assert orders[0] != orders[1]
 
 
-def test_mixture_weight_that_repeats_a_small_part_too_often_is_refused():
+def test_mixture_share_that_repeats_a_small_part_too_often_is_refused():
     with pytest.raises(Refused, match=r"would repeat small .* times"):
         Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1e-10, "small": 1})
 
@@ -147,7 +147,7 @@ def test_planner_and_data_agree_whether_a_mixture_has_position_ids(config, typed
 
 
 def parts_of(folder):
-    """Returns partial sources of notes and of conversations."""
+    """Returns functions that make a source of texts (`notes`) and a source of conversations (`talk`)."""
     lines = {
         "notes": [{"text": f"note {i} " * 9} for i in range(20)],
         "talk": [
@@ -196,7 +196,7 @@ def nested(folder, names):
     """Opens a mixture of mixtures.
 
     Args:
-        names: name of each part -> name of its only part, or "" for a part that is not a mixture.
+        names: name of each part -> name of its only subpart, or "" for a part that is not a mixture.
     """
     notes = parts_of(folder)["notes"]
     train_bpe(["note"], 300, folder / "tokenizer.json", [])

@@ -1,5 +1,5 @@
-"""Rows of documents: every next token is a label once, positions restart at each document, and the seed alone decides
-the order."""
+"""Rows of documents: every next token is a label once, positions restart at each document, and the order depends on the
+seed alone (for padded rows also on the batch size)."""
 
 from itertools import islice, pairwise
 
@@ -60,7 +60,7 @@ def test_joined_rows_are_the_concatenated_text_cut_into_equal_lengths():
 
 
 def layout(batch):
-    """Returns each tensor's shape, dtype, strides and bytes, and the number of storages."""
+    """Returns (shape, dtype, strides, storage bytes) of each tensor, and the number of distinct storages."""
     tensors = list(batch.tensors.values())
     parts = [(part.shape, part.dtype, part.stride(), part.untyped_storage().nbytes()) for part in tensors]
     return parts, len({part.untyped_storage().data_ptr() for part in tensors})
@@ -104,7 +104,7 @@ def test_first_tokens_of_a_packed_micro_batch_are_where_positions_restart():
     assert not hasattr(part.inputs["position_ids"], "counted_first")
 
 
-def test_best_fit_packing_of_3000_documents_fills_99_percent_of_all_rows_together():
+def test_best_fit_packing_of_3000_documents_fills_more_than_99_percent_of_the_rows():
     lengths = np.random.default_rng(0).integers(2, 200, 3000)
     order, ends = packed(lengths, 256)
     assert sorted(order) == list(range(3000))
@@ -190,7 +190,7 @@ def read(windows):
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_loader_of_packed_or_padded_rows_resumes_exactly_after_any_window(kind, size):
-    """Every window is resumed from, also across the end of an epoch."""
+    """Resumes after each of 38 windows, also across the end of an epoch."""
     unbroken = list(islice(WindowLoader(made(kind), Share(4), fixed(size), 7), 40))
     assert unbroken[-1].end.epoch > 0
     for done in range(1, 39):
@@ -219,7 +219,7 @@ def test_order_of_packed_rows_does_not_depend_on_the_batch_size():
     assert one == four
 
 
-def test_padded_batches_group_similar_lengths_and_pad_to_their_longest_row():
+def test_padded_batches_group_similar_lengths_so_filler_is_below_2_percent():
     documents = rows(split(*texts(count=3000)), 40, "padded", "cut", "train")
 
     def padded(arranged):

@@ -51,7 +51,7 @@ OTHERS = {str: TEXT | {"prompt": "other"}, list: CHAT | {"prompt": "other"}}
 
 
 def validation(folder, like, **typed):
-    """Writes a file of one pair that is not a training pair. Args: typed: the names of the fields."""
+    """Writes a validation file with one pair of another prompt. Args: typed: the names of the fields."""
     other = {typed.get(key, key) or "-": value for key, value in OTHERS[like].items()}
     if like is str and "prompt" in typed:
         other = {key: "other" + str(value) for key, value in other.items()}
@@ -251,7 +251,7 @@ def test_bad_pair_is_refused_with_its_line_or_skipped_and_counted(tmp_path, good
     assert note.startswith(f"data.skip_bad=true: skipped 1 of 3 train records (a.jsonl, line 2: {why}")
 
 
-def test_first_record_with_an_answer_decides_the_pair_format(tmp_path):
+def test_first_record_with_an_answer_decides_whether_pairs_are_texts_or_messages(tmp_path):
     source = opened(tmp_path, {"prompt": "a"}, {"chosen": None}, TEXT, like=str, skip_bad=True)
     assert documents(tokens_of(tmp_path, source)) == FORMATS["texts"][2]
 
@@ -405,7 +405,7 @@ def test_prompt_repeated_in_most_answers_is_reported_with_advice_and_otherwise_n
         assert re.search(told, note)
 
 
-def test_prompt_null_for_answers_that_repeat_the_prompt_gives_the_pairs_of_a_clean_file(tmp_path):
+def test_data_prompt_null_on_answers_that_repeat_the_prompt_removes_the_repetition(tmp_path):
     found = read(tmp_path, REPEATED, prompt=None)
     assert found == [f"{Q}[ 4{END}]", f"{Q}[ 5{END}]"] == read(tmp_path / "once", ONCE)
 
@@ -467,7 +467,7 @@ def test_all_pairs_of_one_prompt_are_in_one_split(tmp_path, config):
 
 
 @pytest.mark.parametrize(("rated", "line"), [(False, 2), (True, 3)])
-def test_too_long_answer_of_a_pair_is_refused_with_its_line_also_behind_rated_answers(tmp_path, rated, line):
+def test_too_long_answer_of_a_pair_is_refused_with_its_line_also_after_rated_answers(tmp_path, rated, line):
     """Each record is two documents, one of them empty for a rated answer."""
     records = [TEXT, TEXT | {"prompt": "one", "chosen": " long" * 90}]
     if rated:
@@ -505,7 +505,7 @@ def test_ratings_of_a_hub_data_set_equal_ratings_of_a_file(tmp_path, monkeypatch
         (True, {"val_split": "train"}, r"data\.val_split=train: data\.split is train, too"),
     ],
 )
-def test_preference_key_that_the_source_ignores_is_refused(tmp_path, monkeypatch, of_hub, typed, words):
+def test_preference_key_that_does_not_apply_to_the_source_is_refused(tmp_path, monkeypatch, of_hub, typed, words):
     monkeypatch.setattr(preference, "is_hub_id", lambda path: of_hub)
     with pytest.raises(Refused, match=words):
         Preference(str(tmp_path), **typed)
@@ -519,7 +519,7 @@ def test_preference_file_with_one_prompt_is_refused(tmp_path):
 
 @pytest.mark.parametrize("prompts", [4, 5, 10])
 def test_two_prompts_of_rated_answers_but_one_of_pairs_are_held_out_for_validation(tmp_path, prompts):
-    """KTO pairs each answer with a mismatched prompt, also in validation, so it needs two prompts there."""
+    """KTO pairs each answer with a mismatched prompt, so a validation set of rated answers needs two prompts."""
     records = [LONE | {"prompt": f"hi {i}", "label": label} for i in range(prompts) for label in (True, False)]
     file = write(tmp_path / "a.jsonl", records)
     for rated, held_out in ((True, 2), (False, 1)):

@@ -21,7 +21,7 @@ SEQ_LEN, COUNT = 40, 11
 
 
 def drawn(count=COUNT, longest=9):
-    """Returns a split of pairs with consecutive token ids, and the tokens of both answers of each pair."""
+    """Returns a split of pairs whose answers have consecutive token ids, and the tokens of both answers of a pair."""
     draw, at, texts, masks, answers = np.random.default_rng(1), 1, [], [], []
     for pair in range(count):
         prompt = np.full(draw.integers(1, 4), VOCABULARY - 1 - pair)  # both answers have the same prompt
@@ -36,7 +36,7 @@ def drawn(count=COUNT, longest=9):
 
 
 def answers_in(batch):
-    """Returns the learned tokens of both answers of each pair in the batch."""
+    """Returns the learned tokens of both answers of each pair in the batch, without empty pairs."""
     counts = batch.labels != IGNORED
     lengths = batch.lengths.flatten().tolist()
     each = [tuple(batch.labels[counts & (batch.answers == number)].tolist()) for number in range(len(lengths))]
@@ -167,7 +167,7 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(kind, how, kept, report):
     assert made.micro_batch(np.arange(len(made))).weight == len(kept)
 
 
-def test_pairs_that_are_too_long_or_all_dropped_or_joined_are_refused():
+def test_pairs_are_refused_if_too_long_if_all_are_dropped_and_with_packing_joined():
     refused = r"val split has 2 pairs longer than seq_len=24 \(of 3\), the longest with {} tokens \({}\)"
     for kind, *words in (
         ("padded", 60, "prompt and answer"),

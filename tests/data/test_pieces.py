@@ -80,7 +80,7 @@ def test_ids_of_a_text_in_pieces_equal_ids_of_the_whole_text(tokenizer, small_pi
 
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 @pytest.mark.parametrize("wrong", ["every newline", "without proof"])
-def test_cuts_without_a_proof_change_the_ids_except_at_word_boundaries_of_gpt2(
+def test_cuts_without_a_proof_change_the_ids_except_regular_cuts_with_gpt2(
     tokenizer, small_pieces, monkeypatch, kind, wrong
 ):
     """The deliberately wrong variants skip the proof of a cut; one also cuts at every newline. For GPT-2 the regular
@@ -165,7 +165,8 @@ MB = 10**6
 
 
 def grown(folder, kind, sizes, small, whole, pipe):
-    """Runs in a separate process. Sends the rise of its peak resident memory, in MB, after a file of each size (MB)."""
+    """Tokenizes a file of each size (MB), and sends the rise of this process's peak resident memory (MB) after each
+    file. Runs in a separate process."""
     from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes
 
     if small:
@@ -209,7 +210,7 @@ def peaks(processes, tmp_path):
 
 
 @pytest.mark.process
-def test_memory_for_reading_a_file_does_not_grow_with_the_file(peaks):
+def test_memory_for_tokenizing_a_text_file_in_small_blocks_does_not_grow_with_the_file(peaks):
     first, second = peaks("text", (1, 3), True, False)
     assert second < 60 and second - first < 15
     first, second = peaks("text", (1, 3), True, True)  # the wrong variant keeps whole files

@@ -1,5 +1,5 @@
-"""Rows of rated answers: each answer is read once with its rating, beside a mismatched row of its prompt and another
-answer.
+"""Rows of rated answers: each answer is read once with its rating, beside a mismatched row: its prompt with the answer
+to another prompt.
 
 Expectations are counted token by token.
 """
@@ -20,11 +20,11 @@ from lowmem.data.token_store import NO_TOKENS, Twice
 from lowmem.system.errors import Refused
 
 SEQ_LEN = 24
-# (number of the prompt, tokens of the prompt, of the desirable answer and of the undesirable answer)
+# (index of the prompt, number of tokens in: the prompt, the desirable answer, the undesirable answer)
 RECORDS = [(0, 2, 3, 4), (1, 3, 2, 0), (1, 3, 0, 5), (2, 1, 0, 3), (0, 2, 4, 0), (0, 2, 6, 2)]
-UNITS = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (0, 4), (0, 6), (0, 2)]  # (prompt, tokens of the answer)
+UNITS = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (0, 4), (0, 6), (0, 2)]  # (index of the prompt, tokens in the answer)
 DESIRABLE = [True, False, True, False, False, True, True, False]
-OTHERS = [2, 2, 4, 4, 5, 2, 2, 2]  # the next unit with another prompt; the first unit follows the last
+OTHERS = [2, 2, 4, 4, 5, 2, 2, 2]  # per unit: the next unit with another prompt, with wrap-around
 PROMPTS = {0: [900, 901], 1: [910, 911, 912], 2: [920]}
 
 
@@ -110,7 +110,7 @@ def test_three_devices_read_every_rated_answer_once_and_one_without_rows_gets_we
     assert found == len(UNITS) and batches[-1].learned_tokens == batches[-1].mismatched.learned_tokens == 0
 
 
-def test_too_long_rated_answer_is_dropped_cut_or_refused_without_the_other_answer_of_its_pair():
+def test_each_too_long_answer_of_a_rated_pair_is_dropped_cut_or_refused_independently():
     dropped = made(seq_len=7)
     assert len(dropped) == 6 and dropped.report["too_long"] == 2
     assert dropped.desirable[:, 0].tolist() == [True, False, True, False, True, False]

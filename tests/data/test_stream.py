@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Returns a tokenizer of bytes."""
+    """Returns the folder of a saved tokenizer with one token per byte."""
     place = tmp_path_factory.mktemp("bpe")
     train_bpe([], 257, place / "tokenizer.json")
     load_bpe(place / "tokenizer.json").save_pretrained(place)
@@ -106,7 +106,7 @@ def test_stream_resumed_without_its_saved_state_reads_other_rows(folder, tokeniz
     assert [numbers(w) for w in resumed] != [numbers(w) for w in unbroken[7:]]
 
 
-@pytest.mark.matrix  # takes `datasets` 20 s
+@pytest.mark.matrix  # `datasets` takes 20 s
 def test_stream_with_a_shuffle_buffer_does_not_resume_exactly(folder, tokenizer, monkeypatch):
     """A deliberately wrong variant: the state of the stream does not include the contents of a shuffle buffer."""
     load = datasets.load_dataset
@@ -153,7 +153,7 @@ def epoch_of(made):
             return windows
 
 
-def test_stream_blocks_of_too_long_documents_only_are_skipped_and_reported(tmp_path, tokenizer, caplog):
+def test_stream_blocks_with_only_too_long_documents_are_skipped_and_reported(tmp_path, tokenizer, caplog):
     """A resumed stream also skips such blocks, and a stream that has only such blocks is refused."""
     caplog.set_level("INFO")
     texts = [f"row {i}." + "too long " * 9 * (13 <= i < 25) for i in range(45)]
@@ -178,7 +178,7 @@ def test_skipped_bad_rows_of_a_stream_are_counted_across_blocks(tmp_path, tokeni
 
 
 @pytest.mark.parametrize("block", [2, 8])
-def test_remainder_of_a_stream_block_begins_the_next_block(tmp_path, tokenizer, block):
+def test_tokens_left_over_from_a_stream_block_begin_the_rows_of_the_next_block(tmp_path, tokenizer, block):
     """A block of two documents is shorter than one row."""
     texts = [f"<{i:03d}>" for i in range(106)]
     windows = epoch_of(loader(written(tmp_path / "set", texts), tokenizer, packing="joined", block=block, val_rows=6))
@@ -227,7 +227,7 @@ def test_stream_that_fails_while_it_is_read_is_refused_with_the_reason(folder, t
 
 
 def test_ddp_run_with_one_device_trains_on_a_stream(config, typed, tmp_path):
-    """Ranks compare the order of their data. A stream has no list of rows, so its order has digests of its files."""
+    """Ranks compare the order of their data. A stream has no list of rows, so its order has digests of the files."""
     lines = ("data.streaming=true", "data.block=2", "data.val_rows=4", "strategy=ddp", "devices=1")
     assert fit(config(*lines, base=typed), tmp_path / "run")["steps"] == 4
 

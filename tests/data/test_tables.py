@@ -215,7 +215,7 @@ def test_parquet_column_of_message_structs_is_read_as_conversations(tmp_path):
 
 
 def test_parquet_column_of_tools_is_read_if_present(tmp_path):
-    """A template that does not render the tools is then refused, as with lines of JSON."""
+    """A template that does not render these tools is refused later, as for lines of JSON."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     for name, columns in (("with", {"tools": [[{"name": "cat"}]]}), ("without", {})):
         parquet.write_table(pa.table({"messages": [chat], "other": [1]} | columns), tmp_path / f"{name}.parquet")
@@ -257,7 +257,6 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_parquet_schema_adds_no_null_fields_to_nested_rows(tmp_path, monkeypatch, reader):
-    """The oracle is the list of written conversations."""
     records = [{"messages": messages, "label": True} for messages in CALLS]
     table = pa.Table.from_pylist(records)
     assert "'unit': None" in str(table.to_pylist()[0]), "the schema has to add something"
@@ -278,7 +277,7 @@ def test_null_in_a_jsonl_value_is_kept(tmp_path):
 
 
 def scanned(file):
-    """The deliberately wrong variant: reads a file as `datasets` does."""
+    """Yields the rows of a file as `datasets` reads them: the deliberately wrong variant."""
     how = pa.dataset.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
     fragment = pa.dataset.ParquetFileFormat(default_fragment_scan_options=how).make_fragment(file.open("rb"))
     for batch in fragment.to_batches(batch_size=64, columns=["text"], batch_readahead=0, fragment_readahead=0):

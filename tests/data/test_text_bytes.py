@@ -1,4 +1,4 @@
-"""Bits per byte: the text bytes of the learned labels and of nothing else, with equal results of both ways to count."""
+"""Bits per byte: only the text bytes of learned labels count, and both ways to count them give equal results."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_label_bytes_of_plain_text_equal_the_bytes_of_the_token_store(made):
 
 
 def test_label_bytes_of_a_sentencepiece_row_are_the_bytes_that_its_labels_add(tmp_path):
-    """The text has 23 bytes. The first word and its space are never predicted."""
+    """The text has 25 bytes. The 5 bytes of the first word are never predicted."""
     tokenizer = pieces(tmp_path)
     ids = tokenizer("wörd other läst wördß")["input_ids"] + [tokenizer.eos_token_id]
     assert len(ids) == 7

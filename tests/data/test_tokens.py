@@ -61,7 +61,7 @@ FORMAT_3 = {
 
 
 @pytest.mark.parametrize("given", FORMAT_3)
-def test_token_ids_of_a_fixed_text_equal_the_recorded_digests_of_format_3(tmp_path, given):
+def test_token_ids_of_a_fixed_text_equal_the_recorded_digests_of_cache_format_3(tmp_path, given):
     draw = random.Random(0)
     for i in range(6):
         lines = (" ".join(draw.choices(WORDS_OF_ALL_KINDS, k=draw.randrange(9))) for _ in range(80))
@@ -221,7 +221,7 @@ def test_tokenizer_training_on_one_overlong_word_takes_under_10_microseconds_per
 
 @pytest.fixture
 def small_files():
-    """(bytes) -> limits the size of every file, as a full disk would."""
+    """Returns a function (bytes) that limits the size of every file, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def at_most(size):
@@ -277,8 +277,8 @@ SIGNS = "éß".encode() * 100  # not in the training text: every byte is a token
 
 @pytest.fixture
 def uneven(tmp_path):
-    """Tokens of two validation documents, with several bytes per token in the first and one byte per token in the
-    second; and the end of the first."""
+    """Returns (tokens, number of tokens in the first validation document with its end token). A token of the first
+    validation document has several bytes, a token of the second has one byte."""
     for name, content in (("train", WORDS * 9), ("val/0", WORDS), ("val/1", SIGNS)):
         (tmp_path / f"{name}.txt").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.txt").write_bytes(content)
@@ -299,7 +299,7 @@ def test_val_bytes_equal_the_decoded_bytes_of_any_number_of_tokens(uneven):
     assert made.val_bytes(len(made.val.ids)) == len(WORDS) + len(SIGNS)
 
 
-def test_val_bytes_decode_tokens_of_the_cut_document_only(uneven, monkeypatch):
+def test_val_bytes_decode_only_the_tokens_of_a_document_that_is_cut(uneven, monkeypatch):
     made, first = uneven
     counted, looked_at = token_store.bytes_of, []
     monkeypatch.setattr(token_store, "bytes_of", lambda t, ids: looked_at.append(len(ids)) or counted(t, ids))

@@ -88,7 +88,7 @@ def test_auxiliary_loss_gradients_equal_the_token_weighted_reference(config, los
     assert worst(ours, expected(mixture(), window(*ignored), 2 * FACTOR)) > 1e-2
 
 
-def test_auxiliary_loss_of_one_micro_batch_equals_that_in_the_loss_of_transformers(config):
+def test_transformers_loss_of_one_micro_batch_is_cross_entropy_plus_the_weighted_auxiliary_loss(config):
     """The model's own loss shifts labels. In a row of equal ids, each id is also its next token, so a shift has no
     effect."""
     row = torch.full((2, 13), 7)

@@ -172,8 +172,8 @@ def test_wrong_document_boundaries_change_the_outputs_or_gradients(wrong):
 
 
 def reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-    """Computes the result of torch's varlen kernel on a CPU, after checking the arguments. Args: query: (tokens, heads,
-    D)."""
+    """Returns the result of torch's varlen kernel, computed on a CPU. Checks the arguments first. Args: query: (tokens,
+    heads, D)."""
     inspect.signature(varlen.varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
     assert options["window_size"] == (-1, 0) and query.dim() == 3
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)

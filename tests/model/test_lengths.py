@@ -164,7 +164,7 @@ def test_model_whose_attention_scale_depends_on_the_position_in_a_packed_row_is_
         packed_attention.verify(model, row)
 
 
-def test_padded_rows_are_checked_before_training_and_validation_and_others_are_not(monkeypatch):
+def test_length_check_runs_before_training_and_validation_for_padded_rows_only(monkeypatch):
     asked, share = [], SimpleNamespace(batch_size=3)
     monkeypatch.setattr(lengths, "check_rows", lambda *called: asked.append(called[1:]))
     pairs = SimpleNamespace(filler=True, positions=False, longest=77, example=PaddedPairs.example)

@@ -1,4 +1,5 @@
-"""Models from files: the stored weights, in the requested dtype, with one copy in memory."""
+"""Loading of models: stored weights get the requested dtype with one copy in memory; invalid architectures, models that
+are not causal and unreadable files are refused."""
 
 import shutil
 import subprocess
@@ -84,8 +85,8 @@ def test_fine_tuned_model_keeps_its_tokenizer_and_moves_its_weights_by_less_than
 def test_streamed_run_with_masters_keeps_no_weight_file_mapped_unless_copies_are_skipped(
     fit, folder, monkeypatch, copied
 ):
-    """The master of the embedding is not split. Without a copy it would be a view of the file, and the whole file would
-    stay in memory."""
+    """The master of the embedding is not split. Without a copy the master would be a view of the file, and the whole
+    file would stay in memory."""
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
     mapped, on_train_start = [], MemoryMeter.on_train_start
 
@@ -361,7 +362,7 @@ def at_random(model_type, keys, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", ENCODERS)
-def test_encoder_is_refused_because_it_attends_to_later_tokens(model_type, dtype):
+def test_encoder_that_attends_to_later_tokens_is_refused(model_type, dtype):
     network = at_random(model_type, ENCODERS[model_type], dtype)
     with pytest.raises(Refused, match=f"{type(network).__name__} is an encoder here.*Choose a causal model"):
         loading.check_causal(network)
@@ -375,7 +376,7 @@ def test_causal_model_passes_the_causality_check_without_drawing_random_numbers(
     before = torch.get_rng_state()
     loading.check_causal(network)
     assert network.training and torch.equal(torch.get_rng_state(), before)
-    assert not loading._looks_ahead(network)  # also if its attention declares to be causal
+    assert not loading._looks_ahead(network)  # even if its attention declares is_causal
 
 
 def test_causality_check_of_a_known_causal_model_runs_no_forward_pass(monkeypatch):

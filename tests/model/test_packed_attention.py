@@ -201,7 +201,7 @@ def test_gpt_oss_with_eager_attention_keeps_eager_attention_when_documents_are_p
 PACKED = ("data.packing=documents", "seq_len=64", "batch_size=2", "plan=off")
 
 
-def test_run_with_packed_documents_is_refused_if_the_model_fails_the_separation_check(fit, monkeypatch):
+def test_run_on_packed_documents_trains_and_is_refused_if_the_model_fails_the_separation_check(fit, monkeypatch):
     summary, folder = fit(*PACKED, "max_steps=2")
     assert summary["steps"] == 2
     again, _ = fit(*PACKED, f"evaluate={folder}/model", folder="again")

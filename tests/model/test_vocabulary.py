@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest.fixture
 def published(config, tmp_path):
-    """(kind) -> a folder with a model and its tokenizer."""
+    """Returns a function (kind) -> a folder with a model and its tokenizer."""
 
     def make(kind):
         cfg = config()

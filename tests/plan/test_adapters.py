@@ -43,7 +43,7 @@ def beyond(found, phases):
 @pytest.mark.rows("typed5")
 @pytest.mark.parametrize("typed", [pytest.param(one, marks=() if one in FEW else pytest.mark.matrix) for one in ROWS])
 def test_measured_peak_memory_with_an_adapter_or_freeze_equals_the_prediction(config, fit, typed):
-    """Up to a few scalars in some MB of memory, which is a hundredth of a bound of 1 %."""
+    """Device memory agrees within SCALARS bytes of some MB, and host memory to the byte."""
     _, folder = fit(*row(*typed))
     found, shapes = measured(folder), traced(config(*row(*typed)))
     device, host = beyond(found, shapes.phases)
@@ -159,7 +159,7 @@ def test_base_model_frozen_by_an_adapter_is_never_loaded_in_fp32(config):
 
 
 def test_adapter_on_16_bit_weights_does_not_count_as_training_that_rounds_weights(config):
-    """So the search ranks a recipe with 16-bit frozen weights as close to the typed training."""
+    """The search therefore ranks a recipe with 16-bit frozen weights as close to the typed training."""
     assert config("precision=bf16-true").rounds_weights
     assert not config("precision=bf16-true", "adapter=lora").rounds_weights
 
@@ -170,7 +170,7 @@ def test_adapter_on_16_bit_weights_does_not_count_as_training_that_rounds_weight
     [("qlora", "every_layer"), ("qlora", "offload"), ("lora", "every_layer")],
 )
 def test_memory_of_an_adapter_with_a_streamed_base_equals_the_prediction(config, fit, adapter, policy):
-    """To the byte in every phase. Wrong on purpose: a prediction for a resident base model."""
+    """The peaks agree to the byte in every phase. Wrong on purpose: a prediction for a resident base model."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"adapter={adapter}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
     _, folder = fit(*typed)

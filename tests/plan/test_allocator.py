@@ -20,21 +20,21 @@ MIB = 2**20
         (11 * MIB, 12 * MIB),
     ],
 )
-def test_allocation_size_decides_the_size_of_the_reserved_segment(size, reserved):
+def test_simulated_allocation_size_decides_the_size_of_the_reserved_segment(size, reserved):
     assert replay([(0, size)]).reserved == reserved
 
 
-def test_allocation_requests_are_rounded_up_to_512_bytes():
+def test_simulated_allocation_requests_are_rounded_up_to_512_bytes():
     assert replay([(0, 1), (1, 513)]).allocated_peak == 512 + 1024
 
 
-def test_freed_memory_is_reused_and_stays_reserved():
+def test_simulated_allocator_reuses_freed_memory_that_stays_reserved():
     events = [(0, 12 * MIB), (0, -12 * MIB), (1, 12 * MIB), (1, -12 * MIB)]
     assert replay(events).reserved == 12 * MIB
     assert replay([(0, 12 * MIB), (0, -12 * MIB), (1, 14 * MIB)]).reserved == 26 * MIB  # 12 MiB are too small for 14
 
 
-def test_adjacent_free_memory_blocks_are_merged_to_serve_a_larger_request():
+def test_simulated_allocator_merges_adjacent_free_blocks_to_serve_a_larger_request():
     allocator = Allocator()
     parts = [allocator.allocate(5 * MIB) for _ in range(4)]  # in one segment of 20 MiB
     assert allocator.reserved == 20 * MIB
@@ -45,7 +45,7 @@ def test_adjacent_free_memory_blocks_are_merged_to_serve_a_larger_request():
     assert allocator.reserved == 20 * MIB and allocator.allocated == 14 * MIB
 
 
-def test_fragmented_memory_cannot_serve_a_large_allocation():
+def test_simulated_allocator_cannot_serve_a_large_request_from_fragmented_memory():
     allocator = Allocator()
     parts = [allocator.allocate(5 * MIB) for _ in range(4)]
     allocator.release(parts[0])
@@ -54,7 +54,7 @@ def test_fragmented_memory_cannot_serve_a_large_allocation():
     assert allocator.reserved == 40 * MIB
 
 
-def test_allocation_uses_the_smallest_sufficient_free_block():
+def test_simulated_allocator_uses_the_smallest_sufficient_free_block():
     allocator = Allocator()
     large, small = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB)
     allocator.release(large)
@@ -68,20 +68,20 @@ def test_allocation_uses_the_smallest_sufficient_free_block():
 GROWING = [(0, 40 * MIB), (0, -40 * MIB), (1, 42 * MIB), (1, -42 * MIB), (2, 44 * MIB)]
 
 
-def test_full_card_releases_unused_segments_before_out_of_memory():
+def test_simulated_full_card_releases_unused_segments_before_out_of_memory():
     assert replay(GROWING).reserved == 126 * MIB
     assert smallest_limit(GROWING) == 44 * MIB == replay(GROWING, 44 * MIB).reserved
     with pytest.raises(Full):
         replay(GROWING, 42 * MIB)
 
 
-def test_partly_used_memory_segment_is_not_released():
+def test_simulated_allocator_does_not_release_a_partly_used_segment():
     events = [(0, 5 * MIB), (1, 5 * MIB), (0, -5 * MIB), (2, 30 * MIB)]  # tensor 1 keeps the segment of 20 MiB in use
     assert smallest_limit(events) == 50 * MIB
     assert smallest_limit([*events[:3], (1, -5 * MIB), *events[3:]]) == 30 * MIB
 
 
-def test_allocator_that_releases_no_segments_needs_more_memory(monkeypatch):
+def test_simulated_allocator_that_releases_no_segments_needs_more_memory(monkeypatch):
     """Wrong on purpose: a full card does not release its unused segments."""
     monkeypatch.setattr(Allocator, "_give_back", lambda self: None)
     assert smallest_limit(GROWING) == 126 * MIB
@@ -103,7 +103,7 @@ def test_smallest_memory_limit_replays_allocations_and_2_mib_less_does_not():
         replay(events, limit - 2 * MIB)
 
 
-def test_replay_from_the_start_adds_workspaces_and_postpones_optimizer_state():
+def test_replay_from_the_start_adds_a_first_window_with_workspaces_before_the_optimizer_state():
     weight, state, activation, gradient = (0, 30), (1, 20), (2, 50), (3, 30)
     died = [(serial, -size) for serial, size in (activation, gradient)]
     later = [weight, state, activation, gradient, *died]

@@ -1,5 +1,5 @@
-"""Tests the plan of a run at its start: its prediction, its refusal if it cannot fit, and the choice of a recipe that
-fits."""
+"""Tests the plan at the start of a run: the prediction, the refusal of a run that cannot fit, and the choice of a
+recipe that fits."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ def test_tensorboard_receives_the_ratio_of_predicted_to_measured_memory(fit, tmp
 
 
 def test_run_that_cannot_fit_the_card_is_refused_before_loading_weights(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "module", None)  # if weights were loaded, the error would be another one
+    monkeypatch.setattr(build, "module", None)  # loading weights would raise another error
     code, said = command(
         "plan=check", "memory.limit=200KiB", "precision=32", "gradient_checkpointing=none", "optim=adamw"
     )
@@ -106,8 +106,8 @@ def test_batch_size_of_an_untraceable_model_is_assumed_to_fit(config, monkeypatc
     assert at_start.smaller_recipe(config(), [], None) is None
 
 
-def test_plan_size_trains_the_recipe_chosen_by_the_search(command, monkeypatch, tmp_path):
-    """With a stand-in for the search. The tests below run the real search, in a second process."""
+def test_plan_given_as_a_size_trains_the_recipe_chosen_by_the_search(command, monkeypatch, tmp_path):
+    """A stand-in replaces the search. The next tests run the real search."""
     cards_asked = []
 
     def searched(run, typed, card, may_change):
@@ -131,7 +131,7 @@ SIZES = {"cpu": (), "cuda": (*MIDDLE, "seq_len=512")}
 
 @pytest.mark.process
 @each_device
-def test_plan_size_chooses_a_recipe_that_fits_and_keeps_typed_overrides(command, tmp_path, device):
+def test_plan_given_as_a_size_chooses_a_recipe_that_fits_and_keeps_typed_overrides(command, tmp_path, device):
     """On a CPU the size is typed; on a card plan=auto derives the size from the memory limit."""
     full = (f"device={device}", *SIZES[device], "precision=32", "optim=adamw", "batch_size=8", "max_steps=3")
     command("plan=off", *full, "val_every=3")
@@ -150,7 +150,7 @@ def test_plan_size_chooses_a_recipe_that_fits_and_keeps_typed_overrides(command,
 
 
 @pytest.mark.process
-def test_plan_size_with_device_auto_chooses_a_recipe_and_trains(command, tmp_path):
+def test_plan_given_as_a_size_with_device_auto_chooses_a_recipe_and_trains(command, tmp_path):
     """device=auto is the default. The search has to resolve it, because precisions depend on the device."""
     code, said = command("plan=1GiB", "device=auto", "optim=adamw", "precision=bf16", "loss=full", "max_steps=1")
     assert code == 0 and "the fastest of" in said, said
@@ -169,14 +169,14 @@ ONE_WAY = ("precision=32", "gradient_checkpointing=none", "loss=full", "weights=
 
 
 @pytest.mark.process
-def test_plan_size_too_small_for_every_recipe_is_refused(command):
+def test_plan_given_as_a_size_too_small_for_every_recipe_is_refused(command):
     code, said = command("plan=1KiB", *ONE_WAY, "optim=adamw", "may_change=precision,optim")
     assert code == 1 and "plan=1KiB: no recipe fits; the smallest one, python train.py" in said
 
 
 @pytest.mark.process
 def test_plan_keeps_precision_and_optim_unless_may_change_allows_them(command):
-    """AdamW's state does not fit into this size."""
+    """AdamW's state does not fit into 900 KiB."""
     code, said = command("plan=900KiB", *ONE_WAY, "max_steps=1")
     assert code == 1 and "plan=900KiB: no recipe fits with the typed precision and optim; the smallest one" in said
     assert "Type may_change=precision,optim to allow another precision or optim" in said

@@ -177,7 +177,7 @@ def measured(capability, tensors, **more):
 
 
 def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
-    """Scratch is rounded up to 256 tokens and to a head size of 96."""
+    """Returns (saved, backward) bytes. Scratch is rounded up to 256 tokens and to a head size of 96."""
     out, numbers = 2 * batch * heads * tokens * size, 3 * 8
     gradients = 2 * batch * tokens * size * (heads + 2 * groups)
     scratch = 4 * batch * heads * 256 * 96 + 4 * batch * heads * 256 + 2 * out
@@ -185,14 +185,15 @@ def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
 
 
 def efficient_by_hand(batch=2, heads=4, tokens=72, size=24):
-    """Rounded up to 96 tokens in forward, and to tiles of 64 x 64 in backward."""
+    """Returns (saved, backward) bytes. The sums of rows are padded to 96 tokens in forward, and scratch to tiles of
+    64 x 64 in backward."""
     out, numbers = 4 * batch * heads * tokens * size, 2 * 8
     return out + 4 * batch * heads * 96 + numbers, 3 * out + 4 * batch * heads * tokens + 4 * batch * heads * 128 * 64
 
 
 def math_by_hand(batch=2, heads=4, groups=2, tokens=96, size=8):
-    """Saves the softmax, the scaled query and key, and a value for every head. Backward adds the gradients of softmax
-    and scores; the gradient of the value replaces the value."""
+    """Returns (saved, backward) bytes. Forward saves the softmax, the scaled query and key, and a value for every head.
+    Backward adds the gradients of softmax and scores; the gradient of the value replaces the value."""
     scores, out = 4 * batch * heads * tokens**2, 4 * batch * heads * tokens * size
     return scores + 3 * out + out, 2 * scores
 
@@ -205,7 +206,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_saved_and_backward_memory_of_attention_equal_the_formulas_of_the_sources(name):
+def test_traced_memory_of_attention_forward_and_backward_equals_the_formulas_of_the_sources(name):
     tensors, by_hand = BY_HAND[name]
     assert measured(8.6, tensors) == by_hand()
 
@@ -230,13 +231,13 @@ def test_omitting_scratch_memory_predicts_too_little_for_attention_backward(name
     assert saved == by_hand()[0] and taken < by_hand()[1]
 
 
-def test_math_attention_with_dropout_saves_the_dropped_scores_and_a_byte_mask():
+def test_traced_math_attention_with_dropout_saves_the_dropped_scores_and_a_byte_mask():
     tensors, _ = BY_HAND[MATH]
     scores = 4 * 2 * 4 * 96**2
     assert measured(8.6, tensors, dropout_p=0.1)[0] - measured(8.6, tensors)[0] == scores + scores // 4
 
 
-def test_attention_scratch_of_known_models_equals_hand_computed_bytes():
+def test_predicted_attention_scratch_of_known_models_equals_hand_computed_bytes():
     """In MiB: GPT-2 XL and Llama 3.1 8B with flash attention (Llama also with cuDNN), and 32 heads of several sizes
     with memory-efficient attention."""
     mib = 2**20
@@ -251,7 +252,7 @@ def test_attention_scratch_of_known_models_equals_hand_computed_bytes():
                 assert attend.efficient_scratch(query) == [mib // 2, expected * mib], (size, dtype)
 
 
-def test_attention_mask_is_saved_in_the_query_dtype_and_padded():
+def test_traced_attention_mask_is_saved_in_the_query_dtype_and_padded():
     """Each layer saves a copy of the mask. 20 tokens are padded to 24."""
     with torch_private.FakeTensorMode(), card.kernels(True, 8.6), StorageTracker({}) as tracker:
         q, k, v = made(BF16, 4, 4, 20, 16)
@@ -263,7 +264,7 @@ def test_attention_mask_is_saved_in_the_query_dtype_and_padded():
     assert saved == q.nbytes + 4 * 4 * 32 + 2 * 8 + 2 * 20 * 24  # result, sums of rows, random state, mask
 
 
-def test_attention_head_sizes_not_divisible_by_8_are_padded_to_a_multiple_of_8():
+def test_traced_attention_head_sizes_not_divisible_by_8_are_padded_to_a_multiple_of_8():
     saved, _ = measured(8.6, (BF16, 4, 2, 160, 66, 2))
     queries = 2 * 2 * 4 * 160 * 72  # bytes; keys and values have half of the heads each
     assert saved == queries + 2 * queries + 4 * 2 * 4 * 160 + 3 * 8
@@ -280,7 +281,7 @@ def test_traced_attention_computes_in_bf16_under_autocast_and_in_fp32_without():
 
 
 @pytest.mark.parametrize("capability, dropout, mask", [(8.6, 0.1, False), (8.6, 0.0, True), (9.0, 0.0, False)])
-def test_attention_flops_equal_those_of_torchs_flop_counter(capability, dropout, mask):
+def test_traced_attention_flops_equal_the_result_of_torchs_flop_counter(capability, dropout, mask):
     from torch.utils.flop_counter import FlopCounterMode
 
     flops = []
@@ -304,8 +305,10 @@ def test_attention_flops_equal_those_of_torchs_flop_counter(capability, dropout,
 
 @pytest.mark.parametrize("capability, mask", [(8.6, False), (8.6, True), (9.0, False)])
 @pytest.mark.parametrize("contexts, times", [(selective.contexts, 1), (None, 2)])
-def test_selective_checkpointing_does_not_recompute_attention_of_any_kernel(capability, mask, contexts, times):
-    """The trace ends in the operators of a card's attention. Dropout makes attention draw random numbers."""
+def test_traced_attention_runs_once_with_selective_checkpointing_and_twice_with_full_recomputation(
+    capability, mask, contexts, times
+):
+    """The traced operators are the attention operators of a card. Dropout makes attention draw random numbers."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -342,7 +345,7 @@ LLAMA = [*MODELS["llama"], "seq_len=128", "batch_size=2", "optim=sgd", "loss=chu
 
 
 @pytest.mark.parametrize("checkpointing, layers", [("none", 2), ("offload", 1)])
-def test_grouped_heads_in_fp32_keep_the_full_attention_scores_in_memory(config, checkpointing, layers):
+def test_grouped_heads_in_fp32_are_predicted_to_keep_full_attention_scores_in_memory(config, checkpointing, layers):
     """In bf16 the model has a kernel that never stores the scores. In fp32 each layer saves its scores, or recomputes
     them in backward with gradient_checkpointing=offload."""
     typed = [*LLAMA, f"gradient_checkpointing={checkpointing}"]

@@ -70,7 +70,7 @@ def test_batch_size_trial_over_the_memory_limit_is_reported_as_not_fitting(confi
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_trial_session_writes_no_checkpoints_and_no_training_session_writes_a_model(config, tmp_path, keeps):
+def test_training_session_writes_checkpoints_only_if_keeps_is_true_and_never_a_model(config, tmp_path, keeps):
     with training_session(config(), tmp_path, keeps=keeps) as training:
         assert training.trainer.global_step == 4
     left = {path.name for path in tmp_path.iterdir()}
@@ -123,7 +123,7 @@ FAILS = 0.97  # share of the peak of live tensors, which is predicted to within 
 @each_device_slowly
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_run_fits_in_its_predicted_memory_but_not_in_97_percent_of_its_live_tensors(config, recipe, device):
-    """On a card the prediction includes the caching allocator."""
+    """On a card the predicted memory includes what the caching allocator reserves beyond live tensors."""
     sizes = (*MIDDLE, "seq_len=512") if device == "cuda" else ()
     cfg = config(*recipe.split(), *sizes, f"device={device}").sized().resolved()
     found = predict(cfg, Target(True, cards.here()) if device == "cuda" else Target(False))

@@ -6,8 +6,9 @@ factors, addmm its input, a sum nothing; silu its input, tanh and rsqrt their re
 per row, log_softmax its result, dropout on a card a mask of one byte per element. A gradient exists only once backward
 has computed it.
 
-B sequences of T tokens, N = B x T; width H, inner width F, n heads and g key-value heads of D, L blocks, V tokens. Each
-recipe has its peak in another place: at the loss, inside a block that is recomputed, and in the optimizer step.
+B sequences of T tokens, N = B x T; width H, inner width F, n heads and g key-value heads of width D, L blocks, a
+vocabulary of V tokens. Each recipe has its peak in another place: at the loss, inside a block that is recomputed, and
+in the optimizer step.
 """
 
 from types import SimpleNamespace
@@ -151,15 +152,17 @@ def llama_block_keeps(s, groups):
 
 
 def llama_backward_peak(s, groups=None):
-    """Returns the bytes in the last block, while all block inputs are in memory. The gradient of the gated product and
-    the gradients of its two factors exist (3 F wide in all), and the product itself has been freed (1 F)."""
+    """Returns the peak bytes in backward: in the last block, while all block inputs are in memory. The gradient of the
+    gated product and the gradients of its two factors exist (3 F wide in all), and the product itself has been freed
+    (1 F)."""
     arriving = 2 * s.N * s.H  # the gradient of the block's output
     inside = llama_block_keeps(s, s.g if groups is None else groups)
     return llama_whole_pass(s) + inside + arriving + (3 - 1) * 2 * s.N * s.F
 
 
 def llama_forward_peak(s):
-    """Returns the bytes in a chunk of the loss, after the last norm, whose result is the input of the head."""
+    """Returns the peak bytes in forward: in a chunk of the loss, after the last norm, whose result is the head's
+    input."""
     labels = 2 * 8 * s.N  # int64: a copy of all labels in one row, and the indices of the labels that count
     gradients = 2 * s.N * s.H + 4 * s.V * s.H  # of the head's input in bf16, and of the head in fp32
     # logits; their gradient, which replaces log_softmax's result; the gradient in bf16
@@ -188,8 +191,8 @@ FEW = SimpleNamespace(B=1, T=4, N=4, H=64, F=128, n=4, g=2, D=16, L=3, V=300)
 def rounding(n):
     """Returns the bytes of stochastic rounding for n elements, in addition to weight and state: the updated weight in
     fp32, the noise and their sum; then isfinite, which torch computes as (x == x) * (abs(x) != inf), so its parts exist
-    until the product does. The update before the rounding needs 16 bytes: weight and gradient in fp32, and the new
-    update next to the square of the gradient."""
+    until the product does. The update before the rounding needs 16 bytes per element: weight and gradient in fp32, and
+    the new update next to the square of the gradient."""
     return (4 + 4 + 4) * n + (1 + 4 + 1 + 1) * n
 
 
@@ -199,8 +202,8 @@ def llama_shapes(s):
 
 
 def adafactor_state(s):
-    """Returns the bytes of a number per row and column of a matrix or per element of a norm, and of an RMS per
-    weight."""
+    """Returns the bytes of one fp32 number per row and per column of each matrix or per element of a norm, and of one
+    RMS per weight."""
     return sum(4 * sum(shape) + 4 for shape in llama_shapes(s))
 
 

@@ -1,4 +1,4 @@
-"""Tests each difference between CUDA and a CPU that a trace imitates; as_card.py names the sources."""
+"""Tests differences between CUDA and a CPU that a trace imitates; as_card.py names the sources."""
 
 import pytest
 import torch
@@ -37,14 +37,14 @@ def kept(compute, *inputs):
     return sum(saved.values())
 
 
-def test_dropout_saves_a_byte_mask_on_a_card_and_noise_on_a_cpu():
+def test_traced_dropout_saves_a_byte_mask_on_a_card_and_noise_on_a_cpu():
     x = torch.randn(SHAPE, requires_grad=True)
     assert kept(lambda x: F.dropout(x, 0.1), x) == x.nbytes
     with as_card.kernels(True):
         assert kept(lambda x: F.dropout(x, 0.1), x) == x.numel()
 
 
-def test_attention_dropout_mask_is_redrawn_on_a_card_and_scores_are_saved_on_a_cpu():
+def test_traced_attention_redraws_its_dropout_mask_on_a_card_and_saves_scores_on_a_cpu():
     q, k, v = (torch.randn(SHAPE, requires_grad=True) for _ in range(3))
     batch, heads, tokens, _ = SHAPE
 
@@ -58,7 +58,7 @@ def test_attention_dropout_mask_is_redrawn_on_a_card_and_scores_are_saved_on_a_c
 
 
 @pytest.mark.parametrize("name", [*as_card.IN_FP32, *as_card.SUMS_IN_FP32])
-def test_cuda_autocast_runs_operators_in_fp32_that_cpu_autocast_does_not(name):
+def test_imitated_cuda_autocast_runs_operators_in_fp32_that_cpu_autocast_does_not(name):
     """Checked in torch's registry: CUDA's autocast has a kernel for the operator, and the CPU's autocast does not."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     full = f"aten::{name}"
@@ -69,7 +69,7 @@ def test_cuda_autocast_runs_operators_in_fp32_that_cpu_autocast_does_not(name):
     assert not has(full, "AutocastCPU")
 
 
-def test_operators_in_fp32_under_cuda_autocast_return_fp32_and_matmuls_bf16():
+def test_imitated_cuda_autocast_returns_fp32_from_fp32_operators_and_bf16_from_matmuls():
     x = torch.rand(4, 8, dtype=torch.bfloat16, requires_grad=True)
     ways = (lambda x: x**3, torch.exp, lambda x: x.softmax(-1), torch.sum, lambda x: F.layer_norm(x, (8,)), torch.rsqrt)
     for way in ways:
@@ -88,7 +88,7 @@ def cubed_on_card(x):
         return torch.autograd.grad((x**3).sum(), x)[0]
 
 
-def test_gelu_of_gpt2_under_autocast_saves_fp32_on_a_card(config):
+def test_traced_gelu_of_gpt2_under_autocast_saves_fp32_tensors_on_a_card(config):
     """GELU's tanh approximation computes a third power, which CUDA's autocast runs in fp32. So the power, the sum and
     the tanh are fp32: 4 x 64 elements each per token."""
     cfg = config(*GPT2, "precision=bf16", "batch_size=8", "seq_len=64")
@@ -98,7 +98,7 @@ def test_gelu_of_gpt2_under_autocast_saves_fp32_on_a_card(config):
     assert 3 * 6 * inner <= beyond <= 3 * 10 * inner
 
 
-def test_gpt2_with_dropout_needs_less_memory_on_a_card_than_on_a_cpu(config):
+def test_gpt2_with_dropout_is_predicted_to_need_less_memory_on_a_card_than_on_a_cpu(config):
     typed = [*GPT2, "batch_size=8", "seq_len=64"]
     plain = traced(config(*typed), False).total
     elements = 8 * 64 * 64  # of a hidden state; dropout follows the embedding, and twice in each of three blocks
@@ -117,7 +117,7 @@ def test_trace_for_a_card_is_equal_for_device_cpu_and_device_cuda(config, precis
     assert phases[0] == phases[1]
 
 
-def test_foreach_optimizer_step_takes_temporary_memory_of_a_copy_of_all_weights():
+def test_imitated_foreach_optimizer_step_takes_temporary_memory_of_a_copy_of_all_weights():
     def beside(wrap):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
         optimizer = wrap(MakeOptimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-3)))(model)

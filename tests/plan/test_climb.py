@@ -1,4 +1,4 @@
-"""Tests that the climb finds the fastest settings that fit, in made-up tables, and traces few settings."""
+"""Tests that the climb search finds the fastest settings that fit, in made-up tables, and traces few settings."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import pytest
 
 from lowmem.plan.search.climb import Climb, Settings
 
-CHECKPOINTINGS = {"none": (100, 1.0), "selective": (50, 1.1), "every_layer": (10, 1.3)}  # bytes per sequence, slowness
-LOSSES = {"full": (40, 0.0), "chunked": (2, 0.2), "tiled": (1, 0.5)}  # bytes per sequence, more seconds
+CHECKPOINTINGS = {"none": (100, 1.0), "selective": (50, 1.1), "every_layer": (10, 1.3)}  # bytes per sequence, slowdown
+LOSSES = {"full": (40, 0.0), "chunked": (2, 0.2), "tiled": (1, 0.5)}  # bytes per sequence, additional seconds
 SIZES = [8, 4, 2, 1]
 PER_MICRO_BATCH = 0.1  # seconds
 

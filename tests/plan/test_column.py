@@ -123,7 +123,7 @@ def test_omitting_a_memory_row_changes_the_sum_and_the_verdict_that_a_run_does_n
 
 
 def small(found) -> Target:
-    """Returns a card that is one byte too small."""
+    """Returns a target whose card is one byte too small for the prediction."""
     return Target(True, cards.Card(found.device.total - 1, "made up"), None)
 
 

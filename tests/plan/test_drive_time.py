@@ -96,7 +96,9 @@ def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
     assert trace(run, on_card=False).drive.files < sum(written)
 
 
-def test_loading_16_bit_blocks_to_a_drive_is_predicted_to_hold_few_in_host_memory(config, monkeypatch, tmp_path):
+def test_load_prediction_for_16_bit_weights_on_a_drive_has_buffers_instead_of_weights_in_host_memory(
+    config, monkeypatch, tmp_path
+):
     for name in ("read_in", "stored_in"):
         monkeypatch.setattr(host_bytes, name, lambda *_, plans: torch.bfloat16)
     typed = (*RUN, "precision=bf16-master", "optim=adamw8bit", f"weights.drive={tmp_path}")

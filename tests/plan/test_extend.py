@@ -61,8 +61,8 @@ def rates():
 
 @pytest.mark.parametrize("words", [FIRST, *(pytest.param(words, marks=pytest.mark.matrix) for words in RECIPES)])
 def test_memory_and_time_extrapolated_from_few_blocks_equal_the_full_trace(composed, words):
-    """Within 1 %, because the operator with the peak can change with the depth, and scalars are rounded to 512
-    bytes."""
+    """The tolerance is 1 %, because the operator with the peak can change with the depth, and scalars are rounded to
+    512 bytes."""
     run = composed(words)
     # an extrapolated trace has no events
     found, full = extended(run, on_card=True), replace(trace(run, on_card=True), events=[])
@@ -142,7 +142,7 @@ def test_checkpointing_with_depth_dependent_segments_is_traced_in_full(composed,
 
 
 def test_model_with_a_frozen_last_block_is_traced_in_full(composed):
-    """The last block is then the only one of its kind. A frozen first block can be extrapolated."""
+    """The frozen last block is the only block of its kind. A model with a frozen first block can be extrapolated."""
     assert line_of(composed("freeze=[transformer.h.0.*] batch_size=1")) == Line(3, 4, DEPTH - 3)
     assert line_of(composed("freeze=[transformer.h.6.*] batch_size=1")) is None
 

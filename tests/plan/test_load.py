@@ -14,7 +14,7 @@ STREAMED = ("precision=bf16-master", "weights=streamed", "gradient_checkpointing
     ("saved", "lines", "counted"),
     [("bfloat16", ["precision=32"], True), ("float32", ["precision=32"], False), ("float32", STREAMED, True)],
 )
-def test_mapped_weight_file_is_counted_only_if_its_tensors_are_converted_or_copied(
+def test_host_memory_of_a_mapped_weight_file_is_counted_only_if_its_tensors_are_converted_or_copied(
     config, tmp_path, saved, lines, counted
 ):
     cfg = config(*lines).resolved()

@@ -12,7 +12,7 @@ from lowmem.system.errors import Refused
 
 
 class Made(Plan):
-    """A plan in which a recipe fits, or no recipe fits."""
+    """A plan in which a recipe fits exactly if `fits` is True."""
 
     def __init__(self, fits):
         object.__setattr__(self, "fits_", fits)
@@ -44,12 +44,12 @@ def tried(question, most, positions=10**9):
         (0, [1024, 512, 256]),
     ],
 )
-def test_plan_longest_seq_len_tries_powers_of_four_and_then_two_finer_steps(most, numbers):
+def test_plan_longest_seq_len_quadruples_from_1024_and_then_tries_two_finer_steps(most, numbers):
     found, fits, _ = tried("seq_len", most)
     assert found == numbers and fits == [number <= most for number in numbers]
 
 
-def test_plan_longest_seq_len_stops_at_the_positions_of_the_model():
+def test_plan_longest_seq_len_counts_lengths_beyond_the_positions_of_the_model_as_not_fitting():
     found, fits, _ = tried("seq_len", 10**9, positions=4096)
     assert found == [1024, 4096, 16384, 10240, 7168] and fits == [True] * 2 + [False] * 3
 
@@ -99,7 +99,7 @@ def test_plan_longest_model_tries_models_from_small_to_large(monkeypatch):
 
 
 @pytest.mark.seam
-def test_longest_seq_len_ends_at_the_positions_of_the_model_and_prints_the_command(planned):  # noqa: F811
+def test_plan_longest_seq_len_chooses_at_most_the_positions_of_the_model_and_prints_the_command(planned):  # noqa: F811
     code, said, written = planned(
         *("gpu=1GiB", "ram=64GiB", "longest=seq_len", *TINY, "model.architecture.n_positions=512"),
         *("precision=bf16", "optim=adamw", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),

@@ -93,7 +93,7 @@ def test_named_card_has_published_rates_even_if_another_card_is_present(measurem
 
 @pytest.mark.gpu
 def test_measured_rates_of_a_card_are_plausible_and_stored(monkeypatch, tmp_path):
-    """The bounds hold for any card since 2018. Units are operations and bytes per second."""
+    """The bounds, in FLOP/s and bytes/s, hold for any card since 2018."""
     monkeypatch.setattr(machine, "CACHE", tmp_path)
     machine.measured.cache_clear()
     found = machine.measured(on_card=True)

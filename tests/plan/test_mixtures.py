@@ -28,20 +28,20 @@ def test_peak_memory_of_a_mixture_of_experts_is_predicted_within_10_percent(conf
     assert abs(found.device.total / measured - 1) < OFF
     assert (found.estimate is None) == (name == "mixtral")
     assert name == "mixtral" or "spread evenly" in found.estimate
-    # Wrong on purpose: the gradient of one expert does not have the size of all experts.
+    # Wrong on purpose: one traced expert instead of three, and fewer tokens.
     monkeypatch.setattr("lowmem.plan.tracing.shapes.EXPERTS", 1)
     cfg = cfg.knowing(batch_size=2)  # a quarter of the tokens per expert
     wrong = predict(cfg, Target(on_card=False))
     assert abs(wrong.device.total / measured - 1) > OFF
 
 
-def test_untraceable_mixture_of_experts_is_refused_with_advice(config, monkeypatch):
+def test_prediction_for_an_untraceable_mixture_of_experts_is_refused_with_advice(config, monkeypatch):
     monkeypatch.setattr("lowmem.plan.tracing.shapes.OPERATORS", 100)
     with pytest.raises(NotPredicted, match=r"100 operators.* Type plan=off memory\.limit="):
         predict(of_family(config, "mixtral"), Target(on_card=False))
 
 
-def test_model_that_selects_tokens_by_a_mask_is_refused_with_advice(config):
+def test_prediction_for_a_model_that_selects_tokens_by_a_mask_is_refused_with_advice(config):
     with pytest.raises(
         NotPredicted, match=r"traced by shape \(DynamicOutputShapeException.* Type plan=off memory\.limit="
     ):

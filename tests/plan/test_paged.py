@@ -56,19 +56,19 @@ def test_paged_optimizer_state_is_not_counted_on_the_card(config, monkeypatch, o
     assert (paged.device.total < unpaged.device.total) == counted
 
 
-def test_no_optimizer_state_is_paged_without_a_card(config):
+def test_no_optimizer_state_is_predicted_to_be_paged_without_a_card(config):
     found = [predict(composed(config, f"optim={optim}"), Target(on_card=False)) for optim in BYTES]
     assert [one.paged for one in found] == [0, 0]
     assert found[1].device.optimizer > 8 * large(composed(config))
 
 
-def test_pages_of_optimizer_state_move_to_the_host_as_the_card_gets_smaller():
+def test_predicted_pages_of_optimizer_state_move_to_the_host_as_the_card_gets_smaller():
     # GiB: 4 of paged state; torch and the CUDA context need 3 on the card before a page has room
     assert {gpu: pages_on_host(4, 3, gpu) for gpu in (2, 3, 4, 7, 8)} == {2: 4, 3: 4, 4: 3, 7: 0, 8: 0}
     assert pages_on_host(4, 3, None) == 0
 
 
-def test_paged_state_is_added_to_host_memory_except_while_it_is_saved_or_loaded():
+def test_paged_optimizer_state_is_added_to_predicted_host_memory_except_while_saving_or_loading():
     phases = {name: HostBytes(name, optimizer=GIB) for name in ("load", "forward", "step", "evaluation")}
     phases["save"] = HostBytes("save", optimizer=5 * GIB)
     crowded = phases | {"step": HostBytes("step", optimizer=3 * GIB)}

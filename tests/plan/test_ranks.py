@@ -68,7 +68,7 @@ def passing(shapes):
     return sum(shapes.places["forward end"].bytes[category] for category in ("activations", "other", "gradients"))
 
 
-def test_fsdp_on_two_devices_holds_half_of_the_state_and_gathers_one_block_at_a_time(traced, monkeypatch):
+def test_traced_fsdp_on_two_devices_holds_half_of_the_state_and_gathers_one_block_at_a_time(traced, monkeypatch):
     one, half = traced(), traced("strategy=fsdp", "devices=2")
     buffers = one.weights - WHOLE
     assert half.weights == WHOLE // 2 + buffers and half.gradients == WHOLE // 2
@@ -86,7 +86,7 @@ def test_fsdp_on_two_devices_holds_half_of_the_state_and_gathers_one_block_at_a_
     assert passing(traced("strategy=fsdp", "devices=2")) >= kept + OUTSIDE + BLOCK
 
 
-def test_first_of_512_fsdp_ranks_holds_one_row_of_small_tensors(traced):
+def test_traced_first_of_512_fsdp_ranks_holds_one_row_of_small_tensors(traced):
     """The first rank has one row of tensors with 64 or 128 rows, and four rows of the embedding and of the head. A
     block has four attention matrices, three MLP matrices and two norms."""
     first = traced("strategy=fsdp", "devices=512")
@@ -94,18 +94,18 @@ def test_first_of_512_fsdp_ranks_holds_one_row_of_small_tensors(traced):
     assert first.gradients == 4 * elements
 
 
-def test_ddp_keeps_all_gradients_and_reduces_them_once_per_window(traced):
+def test_traced_ddp_keeps_all_gradients_and_reduces_them_once_per_window(traced):
     one = traced("strategy=ddp", "devices=2", "accumulation=fixed")
     for phase in ("forward", "backward", "step", "evaluation"):
         assert one.phases[phase].bytes["gradients"] == WHOLE, phase
     said = exchanged(one)
     assert not any(phase.startswith(EARLIER) for phase, _ in said) and said["backward", "both"] == WHOLE
     received = of_window(one.sent, 4, NODE)
-    assert abs(received.inside - WHOLE) < WORDS  # 2 (2 - 1) / 2
+    assert abs(received.inside - WHOLE) < WORDS  # each device receives 2 (n - 1) / n of the bytes in an all-reduce
 
 
-def test_tensor_parallel_reduces_hidden_states_in_every_block(traced, monkeypatch):
-    """Each pass has two sums per block and one for the embedding. The head gathers the logits."""
+def test_traced_tensor_parallel_reduces_hidden_states_in_every_block(traced, monkeypatch):
+    """Each pass has two all-reduces per block and one for the embedding. The head gathers the logits."""
     half = traced("strategy=tensor_parallel", "devices=2", "accumulation=fixed")
     said = exchanged(half)
     for phase in ("forward", EARLIER + "forward", "backward", EARLIER + "backward"):
@@ -120,7 +120,7 @@ def test_tensor_parallel_reduces_hidden_states_in_every_block(traced, monkeypatc
     assert all(one.waits for (phase, one) in half.sent if phase == "forward")
 
 
-def test_each_pipeline_stage_holds_its_own_blocks(traced):
+def test_traced_pipeline_stage_holds_only_its_own_blocks(traced):
     lines = ("strategy=pipeline", "devices=2", "accumulation=fixed", "accumulation.batches=4")
     stages = [traced(*lines, rank=rank) for rank in (0, 1)]
     assert sum(stage.gradients for stage in stages) == WHOLE
@@ -169,7 +169,7 @@ def test_collective_traffic_is_split_between_node_and_network_links():
     assert traffic(Collective("gather", (3,), False), 100, 8) == Traffic(0, 0)
 
 
-def test_parameter_exchange_overlaps_with_compute_and_gradient_sums_do_not(config):
+def test_predicted_exchange_overlaps_with_compute_unless_the_device_waits_for_the_result(config):
     machine = Machine("card", {"float32": 1e12}, 1e12, 1e-6, peer=1e9, network=1e8)
     cfg, pair = config("precision=32").resolved(), (0, 1)
     taken = dict.fromkeys(("forward", "backward", "sum", "step", "update"), 1.0)
@@ -186,7 +186,7 @@ def test_parameter_exchange_overlaps_with_compute_and_gradient_sums_do_not(confi
     assert by_phase({("step", Collective("both", pair, False)): 8}, 8) == {("step", False): Traffic(8, 0)}
 
 
-def test_host_memory_is_multiplied_by_the_processes_on_it():
+def test_predicted_host_memory_is_multiplied_by_the_number_of_processes_on_the_host():
     phases = {name: HostBytes(name, libraries=GIB, weights=GIB) for name in PHASES}
     phases["load"] = HostBytes("load", libraries=GIB, weights=9 * GIB)
     assert of_host(phases, processes=8).total == 80 * GIB
@@ -197,7 +197,7 @@ def test_host_memory_is_multiplied_by_the_processes_on_it():
 
 @pytest.mark.process
 @pytest.mark.matrix
-def test_memory_of_two_ranks_equals_the_prediction():
+def test_measured_memory_of_two_ranks_equals_the_prediction_within_3_percent():
     """Within 3 %: the plan counts tensors to the byte, and the libraries allocate some counters in addition."""
     rows = {strategy: ranks.row(strategy, "10M", "4 micro-batches, checkpointing") for strategy in ranks.STRATEGIES}
     assert {strategy: one for strategy, one in rows.items() if "refused" in one} == {}

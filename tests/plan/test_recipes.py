@@ -149,14 +149,14 @@ def test_typed_bf16_on_a_card_without_bf16_units_is_refused():
         (["optim=lion8bit"], "32", "lion8bit", 1, []),
     ],
 )
-def test_recipe_names_its_changes_and_their_tier(lines, precision, optim, tier, says):
+def test_recipe_lists_its_changes_to_the_typed_training_and_their_tier(lines, precision, optim, tier, says):
     may_change = None if {f"precision={precision}", f"optim={optim}"} & {*lines} or not lines else CHANGEABLE
     found = found_for(*lines, may_change=may_change)
     (one,) = [one for one in found if (one.option["precision"], one.option["optim"]) == (precision, optim)]
     assert (one.training.tier, [change.says for change in one.training.changes]) == (tier, says)
 
 
-def test_masters_of_the_typed_precision_count_as_no_change():
+def test_masters_added_to_the_typed_precision_count_as_no_change():
     found = [
         one
         for one in found_for("precision=bf16", may_change=("precision",))
@@ -177,7 +177,7 @@ def test_may_change_selects_the_groups_that_the_search_varies():
 
 
 def test_recipe_with_8_bit_state_keeps_the_other_arguments_of_the_optimizer():
-    """Shipped, adam8bit has no weight decay, and adamw has."""
+    """In conf/, adam8bit has no weight decay, and adamw has a weight decay of 0.1."""
     (eight,) = [one.option for one in found_for("precision=32") if one.option["optim"] == "adam8bit"]
     assert {key: value for key, value in eight.items() if key.startswith("optim.")} == {"optim.weight_decay": "0.1"}
     own = ("optim.weight_decay=0.3", "optim.betas=[0.8,0.9]")  # what was typed reaches every optimizer that takes it
@@ -196,10 +196,10 @@ def test_candidate_config_with_swapped_groups_equals_a_composed_one():
         assert asked.config(recipe) == asked.compose(recipe) != asked.run
     for group, names in ((group, techniques(group)) for group in COMPUTED):
         assert all(stands_alone(group, name) for name in names), group
-    assert not stands_alone("optim", "adamw")  # which reads lr
-    assert not stands_alone("precision", "bf16")  # which sets the plugin
+    assert not stands_alone("optim", "adamw")  # its yaml reads lr
+    assert not stands_alone("precision", "bf16")  # its yaml sets the plugin
     assert not stands_alone("data", "stdlib") or "${data." not in "".join(f.read_text() for f in CONF.rglob("*.yaml"))
-    assert not stands_alone("batch_size", "8")  # no group
+    assert not stands_alone("batch_size", "8")  # not a group
 
 
 @pytest.mark.matrix
@@ -248,7 +248,8 @@ def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
 
 
 def test_lower_bound_of_device_memory_of_a_sharded_run_is_below_its_traced_memory():
-    """The bound omits weights in host memory, and counts one stage or shard of the others."""
+    """The bound omits weights in host memory, and divides the weights and optimizer state on devices by the number of
+    devices."""
     lines = [*SHAPE, "precision=bf16", "optim=adamw", "devices=2", "accumulation=none", "gradient_checkpointing=none"]
     target = Target(True, card(2**40))
     for strategy in ("fsdp", "fsdp_offload", "pipeline"):
@@ -294,9 +295,9 @@ def test_single_micro_batch_is_chosen_if_the_host_has_no_room_for_gradient_sums(
 
 @pytest.mark.seam
 @pytest.mark.parametrize("clip", ["null", "1.0"])
-def test_windows_by_layer_need_less_host_memory_than_by_micro_batch_only_without_clipping(clip):
-    """By layer and without clipping, the gradients of a block are freed before the next block computes
-    its gradients. Clipping needs all gradients at once."""
+def test_order_by_layer_needs_less_host_memory_than_by_micro_batch_only_without_clipping(clip):
+    """With order=by_layer and without clipping, the gradients of a block are freed before the next block computes its
+    gradients. Clipping needs all gradients at once."""
     window = ("batch_size=1", "accumulation=fixed", "accumulation.batches=8", "gradient_checkpointing=offload")
     asked = typed(*WIDE, *STREAMED, *window, f"clip={clip}")
     of_run = recipes._Search(asked, Target(True, card(2**40)))
@@ -360,7 +361,7 @@ def test_recipe_closest_to_the_typed_training_ranks_first(ranked, room, may_chan
     plan = ranked(MADE, room, may_change)
     assert (plan.chosen and plan.chosen.says) == chosen
     if chosen == "as typed":
-        assert len(plan.recipes) == 1 and plan.too_large == 0  # nothing else was looked at
+        assert len(plan.recipes) == 1 and plan.too_large == 0  # no other recipe was traced
     if chosen is None:
         assert plan.too_large == 4 and [r.says for r in plan.recipes] == ["bf16-sr, adafactor for adamw"]
 
@@ -427,7 +428,7 @@ def test_fastest_fitting_recipe_ranks_first_and_unfitting_recipes_last():
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_recomputation_costs_one_forward_pass_of_the_blocks():
+def test_traced_recomputation_costs_one_forward_pass_of_the_blocks():
     kept, again = (
         trace(plain((*SHAPE, "device=cpu", "optim=sgd", f"gradient_checkpointing={checkpointing}")), on_card=False)
         for checkpointing in ("none", "every_layer")
@@ -501,7 +502,7 @@ def test_search_streams_only_the_blocks_that_do_not_fit():
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked", "tiled"])
-def test_choices_are_tried_from_most_to_least_memory_whatever_the_experiment_chooses(loss):
+def test_checkpointing_and_loss_choices_are_tried_from_most_to_least_memory_in_any_experiment(loss):
     """The last choice of each group is used for the smallest recipe. If two choices declared equal memory shares, the
     order of the config files would decide."""
     asked = replace(typed(f"loss={loss}"), lines=())  # as an experiment does, nothing is typed

@@ -57,8 +57,8 @@ def cases():
 
 @pytest.fixture(scope="module")
 def full_rows(tmp_path_factory) -> list[str]:
-    """Writes preference pairs whose answers are longer than a row. The prompt is one token, so all labels count, as in
-    the plan's example batch."""
+    """Writes preference pairs whose answers are longer than a row, and returns the overrides that read them. The prompt
+    is one token, so all labels count, as in the plan's example batch."""
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     draw, letters = random.Random(0), string.ascii_letters
     texts = lambda: {key: " ".join(["", *draw.choices(letters, k=90)]) for key in ("chosen", "rejected")}  # noqa: E731
@@ -104,7 +104,7 @@ def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_row
 @pytest.mark.rows("offload-null")
 @pytest.mark.parametrize("clip", ["null", "1.0"])
 @pytest.mark.parametrize("policy", ["offload", pytest.param("every_layer", marks=pytest.mark.matrix)])
-def test_memory_of_a_window_by_layer_is_predicted_to_the_byte(config, fit, clip, policy):
+def test_memory_of_a_window_with_order_by_layer_is_predicted_to_the_byte(config, fit, clip, policy):
     """Wrong on purpose: predictions for one micro-batch less, and for weights.order=by_micro_batch."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"clip={clip}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
@@ -176,9 +176,9 @@ def test_memory_of_a_tiled_sequence_is_predicted_to_the_byte(config, fit):
     assert traced(config(*typed)).phases["backward"].total > 1.1 * phases["backward"].total
 
 
-def test_memory_of_a_tiled_sequence_is_linear_in_the_batch_size(config):
-    """From 8 sequences on, where the gradient sums of the slices are no longer most of the memory. The search relies on
-    this."""
+def test_predicted_memory_of_a_tiled_sequence_is_linear_in_the_batch_size_from_8_sequences_on(config):
+    """With fewer than 8 sequences the gradient sums of the slices are most of the memory. The search relies on this
+    linearity."""
     typed = [*MODELS["gpt2"], "model.architecture.n_positions=128", "seq_len=128", "gradient_checkpointing=every_layer"]
     sizes = (traced(config(*typed, "tile.tokens=50", f"batch_size={size}")).phases for size in (8, 12, 16))
     first, second, third = (phases["backward"].total for phases in sizes)
@@ -287,7 +287,7 @@ def test_trace_of_two_blocks_needs_less_than_10000_operators(config, monkeypatch
 
 
 def test_exceeded_operator_budget_of_a_trace_is_reported_at_any_operator(config, monkeypatch):
-    """But never inside a query from C++ about a tensor, where an exception would end the process."""
+    """The exception is never raised inside a query from C++ about a tensor, where it would end the process."""
     from lowmem.plan.prediction import NotPredicted, predict
 
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
@@ -327,7 +327,7 @@ def bytes_each(cfg):
     return moved
 
 
-def test_traffic_of_an_optimizer_step_is_that_of_norm_clipping_and_update(config):
+def test_traced_traffic_of_an_optimizer_step_is_the_sum_of_norm_clipping_and_update(config):
     """In fp32, in bytes per parameter: the norm reads the gradient (4), clipping reads and writes it (8), and fused
     AdamW moves 28."""
     found = bytes_each(config("clip=1.0"))
@@ -337,13 +337,13 @@ def test_traffic_of_an_optimizer_step_is_that_of_norm_clipping_and_update(config
     assert not found["sum"]
 
 
-def test_traffic_of_an_optimizer_step_in_backward_is_counted_once_and_not_as_backward(config):
+def test_traced_traffic_of_an_optimizer_step_in_backward_is_counted_once_and_not_as_backward(config):
     after, inside = (bytes_each(config("clip=null", f"optim.in_backward={on}")) for on in ("false", "true"))
     for phase in ("forward", "backward", "step", "update"):
         assert inside[phase] == pytest.approx(after[phase], rel=0.02), phase
 
 
-def test_host_masters_sum_gradients_and_step_with_hand_computed_traffic(config):
+def test_traced_host_masters_sum_gradients_and_step_with_hand_computed_traffic(config):
     """In bytes per parameter. A window of one micro-batch keeps 16-bit gradients: copied (4), read for the norm (2),
     widened to fp32 (6), unscaled and clipped (16), used in the update (28), and the master rounded to the weight (8).
     In a window of several micro-batches each gradient is added to an fp32 sum (10), and the norm reads the sum (4)."""
@@ -356,7 +356,7 @@ def test_host_masters_sum_gradients_and_step_with_hand_computed_traffic(config):
     assert early["backward"] == pytest.approx(one["backward"], rel=0.02) and early["step"] < 0.01
 
 
-def test_adafactor_on_16_bit_weights_moves_about_200_bytes_per_parameter(config):
+def test_traced_adafactor_on_16_bit_weights_moves_150_to_220_bytes_per_parameter(config):
     """Adafactor with stochastic rounding is a sequence of operators, each of which reads and writes memory. A single
     kernel would move about 6 bytes."""
     found = bytes_each(config("precision=bf16-sr", "optim=adafactor"))
@@ -394,13 +394,13 @@ def test_traced_host_step_of_one_weight_stands_for_all_weights_of_its_shape(conf
     assert len(steps) > 10 and (found.work, found.phases) == (whole.work, whole.phases)
 
 
-def test_traffic_of_recomputation_counts_as_backward_and_leaves_the_step_unchanged(config):
+def test_traced_traffic_of_recomputation_counts_as_backward_and_leaves_the_step_unchanged(config):
     plain, again = (bytes_each(config(f"gradient_checkpointing={kind}")) for kind in ("none", "every_layer"))
     assert again["forward"] == pytest.approx(plain["forward"], rel=0.02) and again["backward"] > 1.2 * plain["backward"]
     assert again["step"] == plain["step"]
 
 
-def test_optimizer_state_of_a_third_parameter_is_derived_from_two_of_its_shape():
+def test_traced_optimizer_state_of_a_third_parameter_is_derived_from_two_parameters_of_its_shape():
     from lowmem.plan.tracing.trace import another
 
     table = torch.ones(4)  # shared by all parameters

@@ -25,26 +25,27 @@ def cfg(*typed):
 
 
 def card(link, bandwidth=1.0, duplex=1.0, **rates):
-    """Returns a card whose link has this rate both ways, with a host of this bandwidth. Rates are per second."""
+    """Returns a card with a host. Args: link: bytes/s in each direction; bandwidth: bytes/s of host memory."""
     host = Machine("host", FLOPS, bandwidth, 0.0, **rates)
     return Machine("card", FLOPS, 1.0, 0.0, link=cards.LinkBandwidth(link, link, duplex), host=host, **rates)
 
 
 def shapes(**said):
-    """Returns the work of a model of 10 parameters, 4 of them in the largest; nothing streams or leaves the device."""
+    """Returns the work of a model of 10 parameters, 4 of them in the largest weight. By default no weight is streamed,
+    no block input is offloaded, and the optimizer runs on the host."""
     nothing = dict.fromkeys(("trained_in_blocks", "streamed", "outside", "head", "paged", "offloaded"), 0)
     nothing |= {"waits_on_host": False, "blocks": (0, 0), "drive": Sizes(), "work": Counter(), "sent": Counter()}
     sizes = {"trained_parameters": 10, "largest_trained": 4, "gradients": 20, "steps_on_host": True}
     return WorkTrace(**(nothing | sizes | said))
 
 
-def test_window_time_on_a_cpu_is_the_sum_of_all_parts():
+def test_predicted_window_time_on_a_cpu_is_the_sum_of_all_parts():
     taken = TAKEN | {"sum": 0.25}
     found = step_time.window(card(1.0).host, cfg("precision=bf16-master"), shapes(), taken, 3)
     assert found == WindowTime(3 * (2 + 4), 3 * 0.25, 0.5 + 3) and found.seconds == 18 + 0.75 + 3.5
 
 
-def test_offload_of_block_inputs_overlaps_with_forward_and_backward():
+def test_predicted_offload_of_block_inputs_overlaps_with_forward_and_backward():
     """6 bytes at 2 bytes per second take 3 seconds: forward (2 seconds) waits for 1 second, and backward (4 seconds)
     does not wait."""
     found = step_time.window(card(2.0), cfg("precision=bf16"), shapes(steps_on_host=False, offloaded=6), TAKEN, 2)
@@ -55,7 +56,7 @@ def test_offload_of_block_inputs_overlaps_with_forward_and_backward():
     ("link", "sums", "waits"),
     [(10.0, 0.0, 0.0), (5.0, 0.0, 0.0), (2.0, 0.0, 6.0), (10.0, 7.0, 3.0), (2.0, 7.0, 6.0)],
 )
-def test_copies_and_sums_of_gradients_overlap_with_backward(link, sums, waits):
+def test_predicted_copies_and_sums_of_gradients_overlap_with_backward(link, sums, waits):
     """20 bytes of gradients are copied during 4 seconds of backward, and summed on the host. The slower of link and
     host decides."""
     fast = 1e9  # bytes per second of host memory: staging takes no time
@@ -64,7 +65,7 @@ def test_copies_and_sums_of_gradients_overlap_with_backward(link, sums, waits):
     assert found.passes == 18 and found.transfers == pytest.approx(3 * waits)
 
 
-def test_host_update_overlaps_with_the_next_forward_pass():
+def test_predicted_host_update_overlaps_with_the_next_forward_pass():
     """After the norm, an update of 3 seconds overlaps with 2 seconds of forward, which waits at least for the largest
     weight: 4 of 10 parameters. Staging adds 4 bytes of host traffic per parameter. If the link is slower than the
     update, forward waits for the copies of the weights."""
@@ -76,7 +77,7 @@ def test_host_update_overlaps_with_the_next_forward_pass():
     assert step_time.window(card(2.0, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 10 - 2)
 
 
-def test_early_updates_overlap_with_backward():
+def test_predicted_early_updates_overlap_with_backward():
     """Early updates include the norm. The step waits for the part that the last backward pass does not hide, but at
     least for the update of the embedding."""
     typed = cfg("precision=bf16-master", "clip=null")
@@ -85,7 +86,7 @@ def test_early_updates_overlap_with_backward():
     assert slow == (12.0, 0.0, pytest.approx(0.5 + 12 - 4))
 
 
-def test_gradient_sums_and_updates_of_host_masters_run_at_host_speed():
+def test_gradient_sums_and_updates_of_host_masters_are_predicted_at_host_speed():
     there = Machine("card", FLOPS, 100.0, 0.0, host=Machine("host", FLOPS, 2.0, 0.0))
     work = {(phase, Work(torch.float32, 0, 200)): 1 for phase in ("forward", "sum", "step", "update")}
     found = shapes(work=work)
@@ -95,15 +96,16 @@ def test_gradient_sums_and_updates_of_host_masters_run_at_host_speed():
     assert beside == {"forward": 2, "backward": 0} | dict.fromkeys(at_host, 2)
 
 
-def test_update_of_an_optimizer_that_is_slow_on_a_cpu_takes_its_declared_factor():
-    """adam8bit declares that its update on a CPU takes 6 times as long as its memory traffic. On a card it does not."""
+def test_predicted_update_of_an_optimizer_slow_on_a_cpu_takes_its_declared_factor():
+    """adam8bit declares that its update on a CPU takes 6 times as long as its memory traffic. The factor does not apply
+    to a card."""
     on_host, on_card = cfg("precision=bf16-master", "optim=adam8bit"), cfg("precision=32", "optim=adam8bit")
     assert step_time.window(card(1.0).host, on_host, shapes(), TAKEN, 1).step == 0.5 + 6 * 3
     assert step_time.window(card(1e9), on_card, shapes(steps_on_host=False), TAKEN, 1).step == 0.5 + 3
 
 
 @pytest.mark.parametrize(("duplex", "waits"), [(1.0, (5 - 2) + (5 - 4)), (0.5, (5 - 2) + (7.5 - 4))])
-def test_sharded_weights_offloaded_to_the_host_are_copied_for_each_pass(duplex, waits):
+def test_sharded_weights_offloaded_to_the_host_are_predicted_to_be_copied_for_each_pass(duplex, waits):
     """20 bytes of weights at 4 bytes per second arrive for forward, and again for backward, while 20 bytes of gradients
     leave."""
     found = shapes(steps_on_host=False, waits_on_host=True)
@@ -124,14 +126,14 @@ def streamed(link, *typed, micro_batches=1, duplex=1.0, **said):
 
 
 @pytest.mark.parametrize(("link", "waits"), [(8.0, 0.0), (4.0, 2 + 1), (2.0, 6 + 6)])
-def test_streamed_weights_are_copied_for_each_pass_while_gradients_leave(link, waits):
+def test_streamed_weights_are_predicted_to_be_copied_for_each_pass_while_gradients_leave(link, waits):
     """Forward takes 2 seconds and backward 4, in which 20 bytes of gradients also leave."""
     for micro_batches in (1, 3):
         found = streamed(link, "clip=1.0", micro_batches=micro_batches)
         assert found.passes == micro_batches * 6 and found.transfers == pytest.approx(micro_batches * waits)
 
 
-def test_by_layer_micro_batches_share_the_copies_of_the_weights():
+def test_micro_batches_in_order_by_layer_are_predicted_to_share_the_copies_of_the_weights():
     """The weights are copied once for forward (16 bytes) and once for backward (12 bytes) of all micro-batches. The
     sums of the blocks' 8 gradients leave once with 4 bytes each, and the other 2 gradients three times. A streamed head
     is copied for each micro-batch."""
@@ -147,13 +149,13 @@ def test_by_layer_micro_batches_share_the_copies_of_the_weights():
     assert here.passes == 6
 
 
-def test_last_streamed_block_is_not_copied_again_for_backward():
+def test_last_streamed_block_is_predicted_to_need_no_second_copy_for_backward():
     """Backward waits 2 seconds. Wrong on purpose: the last block is copied again, and backward waits 4 seconds."""
     assert streamed(2.0, "clip=1.0", **FROZEN).transfers == pytest.approx(6 + 2)
     assert streamed(2.0, "clip=1.0", **FROZEN, blocks=(4, 0)).transfers == pytest.approx(6 + 4)
 
 
-def test_offloaded_block_inputs_and_streamed_weights_share_the_link():
+def test_offloaded_block_inputs_and_streamed_weights_are_predicted_to_share_the_link():
     """6 bytes of block inputs take 2 seconds in each direction. Forward hides them, and backward does not, because
     weights use the link for all of its 4 seconds."""
     alone, both = streamed(3.0, "clip=1.0", **FROZEN), streamed(3.0, "clip=1.0", **FROZEN, offloaded=6)
@@ -164,13 +166,13 @@ def test_offloaded_block_inputs_and_streamed_weights_share_the_link():
     ("duplex", "up", "down", "takes"),
     [(1.0, 6, 4, 6), (0.5, 6, 4, 8), (0.5, 2, 4, 4), (0.5, 1, 4, 4), (0.5, 6, 0, 6), (0.25, 0, 4, 4)],
 )
-def test_half_duplex_link_slows_copies_to_the_card_while_copies_to_the_host_run(duplex, up, down, takes):
+def test_predicted_half_duplex_link_slows_copies_to_the_card_while_copies_to_the_host_run(duplex, up, down, takes):
     """With duplex=0.5, copies to the card run at half the rate while copies to the host run: in 4 seconds 2 of 6
     seconds' bytes are copied, and the other 4 follow alone."""
     assert Load(up=up, down=down).seconds(cards.LinkBandwidth(1.0, 1.0, duplex)) == takes
 
 
-def test_half_duplex_link_slows_streamed_weights_while_gradients_leave():
+def test_predicted_half_duplex_link_slows_streamed_weights_while_gradients_leave():
     """While gradients leave for 10 seconds, weights run at half the rate: 5 of their 6 seconds are copied, and 1 second
     follows."""
     assert streamed(2.0, "clip=1.0", duplex=0.5).transfers == pytest.approx(6 + (10 + 1 - 4))
@@ -180,7 +182,7 @@ def test_half_duplex_link_slows_streamed_weights_while_gradients_leave():
     assert streamed(2.0, "clip=1.0", **FROZEN, duplex=0.5).transfers == pytest.approx(6 + 2 + 0.5 * 2)
 
 
-def test_half_duplex_link_slows_streamed_weights_while_block_inputs_leave():
+def test_predicted_half_duplex_link_slows_streamed_weights_while_block_inputs_leave():
     """Block inputs leave for 2 seconds in forward, and gradients for 4 / 3 seconds in backward. Half of both is
     added."""
     alone, shared = (streamed(3.0, "clip=1.0", **FROZEN, offloaded=6, duplex=share) for share in (1.0, 0.5))
@@ -191,7 +193,7 @@ def both_shares(asked, found):
     return [step_time.window(card(2.0, duplex=share), asked, found, TAKEN, 2) for share in (1.0, 0.5)]
 
 
-def test_half_duplex_link_is_as_fast_as_full_duplex_if_copies_run_in_one_direction():
+def test_predicted_half_duplex_link_is_as_fast_as_full_duplex_if_copies_run_in_one_direction():
     """Two runs: with masters, gradients leave in backward and weights return in forward; with an update on the card,
     block inputs leave in forward and return in backward."""
     for asked, found in (
@@ -202,7 +204,7 @@ def test_half_duplex_link_is_as_fast_as_full_duplex_if_copies_run_in_one_directi
         assert alone == shared
 
 
-def test_weights_updated_early_return_to_the_card_while_gradients_leave():
+def test_weights_updated_early_are_predicted_to_return_to_the_card_while_gradients_leave():
     """Gradients and weights take 10 seconds each. With duplex=0.5 half of the weights have returned when the last
     gradient has left, and 5 seconds follow."""
     alone, shared = both_shares(cfg("precision=bf16-master", "clip=null"), shapes())
@@ -213,7 +215,7 @@ def test_weights_updated_early_return_to_the_card_while_gradients_leave():
     assert [one.step for one in fast] == pytest.approx([1.2, 5.0])
 
 
-def test_streamed_weights_are_updated_on_the_host_and_resident_weights_copied_back():
+def test_only_resident_weights_are_predicted_to_be_copied_back_after_the_host_update():
     """Only the 2 resident parameters are copied to the card after their update: 2 seconds. Wrong on purpose: 10
     parameters are copied."""
     assert streamed(2.0, "clip=1.0").step == pytest.approx(0.5 + 2)
@@ -222,7 +224,7 @@ def test_streamed_weights_are_updated_on_the_host_and_resident_weights_copied_ba
     assert early == (6.0, pytest.approx(6 + 5), pytest.approx(1 / 3))  # the update of one of 9 parameters
 
 
-def test_every_copy_on_a_cpu_adds_its_time():
+def test_every_copy_on_a_cpu_adds_to_the_predicted_time():
     here = card(1.0).host
     found = step_time.window(here, cfg("precision=bf16-master"), shapes(), TAKEN | {"travel": 0.5, "sum": 0.25}, 3)
     assert found.transfers == 3 * 0.75
@@ -238,7 +240,7 @@ def test_tokens_from_which_streaming_is_free_follow_from_card_rates(name, tokens
     assert step_time.free_from(there, "bfloat16") == pytest.approx(tokens, abs=1)
 
 
-def test_streaming_is_free_if_forward_takes_as_long_as_the_copy_of_its_weights():
+def test_streaming_is_predicted_to_be_free_if_forward_takes_as_long_as_the_copy_of_the_weights():
     """The rates are chosen so that streaming 1000 weights is free from 50 tokens on."""
     share = step_time.REACHED / COMPUTE
     there = replace(card(4.0), flops={"bfloat16": 50 * 4.0 / share})

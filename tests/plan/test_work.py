@@ -31,7 +31,7 @@ def parameter(dtype=torch.float32):
     return p
 
 
-def test_fused_adamw_moves_28_bytes_per_parameter():
+def test_traced_fused_adamw_moves_28_bytes_per_parameter():
     """In fp32 the weight and two moments are read and written, and the gradient is read: 7 x 4."""
 
     def make():
@@ -60,7 +60,7 @@ def test_optimizer_stand_in_moves_gradient_weight_and_state_bytes(optim, bytes_e
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_sgd_with_weight_decay_moves_24_bytes_per_parameter(foreach):
+def test_traced_sgd_with_weight_decay_moves_24_bytes_per_parameter(foreach):
     """p -= lr (g + decay p): the sum of g and decay p is written to a copy (12 bytes), and then p is updated with this
     copy (12)."""
     steps = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1, foreach=foreach)
@@ -82,7 +82,7 @@ def test_sgd_with_weight_decay_moves_24_bytes_per_parameter(foreach):
         (lambda a, b: torch.ones(1).expand(N).mul(a), 8),  # an expanded tensor is read once
     ],
 )
-def test_operator_traffic_equals_hand_computed_bytes(call, bytes_each):
+def test_traced_operator_traffic_equals_hand_computed_bytes(call, bytes_each):
     assert work(lambda: partial(call, torch.ones(N), torch.ones(N))) == pytest.approx(bytes_each, rel=0.01)
 
 
@@ -98,7 +98,7 @@ def test_memory_traffic_of_an_expanded_tensor_is_counted_by_its_storage(monkeypa
     assert work(lambda: torch.ones(1, 1000).expand(0, 1000).clone) == 0
 
 
-def test_stochastic_rounding_moves_60_to_72_bytes_per_parameter():
+def test_traced_stochastic_rounding_moves_60_to_72_bytes_per_parameter():
     """Bytes read and written per element: noise 4, addition 12, masking 8, isfinite 21 to 25 (absolute value 8,
     comparison with infinity 5, comparison with itself 9 or 5, product 3), selection 13, and the copy to 16 bits 6."""
     found = work(lambda: partial(stochastically, torch.ones(N), torch.ones(N, dtype=torch.bfloat16)))

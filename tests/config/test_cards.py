@@ -78,7 +78,7 @@ def predicted(reserved, context_bytes):
     return Prediction(phases, device, host, DriveBytes(), reserved, 1, True)
 
 
-RECIPE = round(11.12 * GIB)  # bytes that torch reserves with the first recipe of `plan.py model=gpt2-xl gpu=12GiB`
+RECIPE = round(11.12 * GIB)  # bytes that torch reserves with a made-up recipe, which nearly fills an rtx3060
 
 
 def test_run_fits_a_card_if_reserved_memory_and_cuda_context_do_not_exceed_its_size():
@@ -155,7 +155,7 @@ def test_query_of_the_present_card_without_cuda_is_refused_with_gpu_size_advice(
     ],
 )
 def test_invalid_gpu_rows_or_plan_value_is_refused_before_torch_is_imported(script, line, says):
-    """The limit of 600 modules also excludes other heavy packages. Hydra and lowmem itself import about 470 modules."""
+    """The limit of 600 modules also excludes other heavy packages. The refused command imports about 470 modules."""
     command = [sys.executable, "-X", "importtime", script, line]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=240)
     imported = [row for row in done.stderr.splitlines() if row.startswith("import time:")]

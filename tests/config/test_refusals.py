@@ -334,7 +334,8 @@ def test_without_refusal_state_of_a_tensor_subclass_cannot_be_saved(tmp_path, ki
 
 
 def test_without_refusal_ranks_find_different_batch_sizes(config, monkeypatch):
-    """A rank with less free memory makes more micro-batches, and in the last it would wait for a finished rank."""
+    """A rank with less free memory makes more micro-batches, and would wait in the last one for ranks that have
+    finished."""
     cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=8")
     numbers = []
     for room in (8, 4):
@@ -397,7 +398,7 @@ def test_without_refusal_an_optimizer_cannot_update_streamed_weights():
 def test_without_refusal_autograd_reads_overwritten_streamed_weights(config):
     arguments = streams.lines("llama", "max_steps=2", policy="none")
     right = streams.trained(config, ["weights=resident"], "llama", arguments)
-    with suppress(NotFinite):  # three slots: with two, even and odd blocks would each find their own weights
+    with suppress(NotFinite):  # with only two slots, a block would still find its own weights in its slot
         assert not streams.trained(config, ["weights=streamed", "weights.slots=3"], "llama", arguments).same(right)
 
 

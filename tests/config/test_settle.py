@@ -41,7 +41,7 @@ def test_replaced_architecture_keeps_no_keys_of_the_old_architecture():
     assert run.replacing("model.architecture", other).model.architecture == other
 
 
-def test_settled_reports_all_errors_together_and_returns_a_valid_run_unchanged():
+def test_settling_a_config_reports_all_errors_together_and_returns_a_valid_run_unchanged():
     with pytest.raises(Refused) as refusal:
         settled(composed(["lr=-1", "max_steps=0", "+optim.lrs=1e-3"]))
     assert str(refusal.value).count("\n") >= 1 and "lr=-1" in str(refusal.value) and "max_steps=0" in str(refusal.value)

@@ -575,7 +575,7 @@ def as_typed(value: object) -> str:
 
 
 def outcome(arguments: list[str]) -> str:
-    """Runs the checks of a command, up to reading data and creating weights.
+    """Runs the checks of a command that come before data are read and weights are created.
 
     Returns:
         `runs`, or a text that names the check that refused the command line.

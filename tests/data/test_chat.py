@@ -69,8 +69,8 @@ WORDS = (
 
 
 def tokenizer(template: str | None, special=("<|im_start|>", "<|im_end|>"), pieces="bytes", **named):
-    """Returns a tokenizer in which "\n\n", and each of `WORDS` with and without a space before the word, are single
-    tokens."""
+    """Returns a tokenizer in which a double newline, and each of `WORDS` with and without a space before the word, are
+    single tokens."""
     bpe = Tokenizer(models.BPE())
     if pieces == "bytes":
         bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -114,7 +114,7 @@ def marked(made, fields: dict, **how) -> str:
 
 
 def rows(made, fields: dict, **how) -> list[str]:
-    """Returns each row of a conversation that takes several rows, in the notation of `written`."""
+    """Returns each row of a conversation that takes several rows, with * before each learned token."""
     return [written(made, one) for one in encoded(made, fields, **how)]
 
 
@@ -153,7 +153,7 @@ def test_learned_tokens_of_chatml_equal_the_assistant_mask_of_transformers(chatm
     assert one.ids.tolist() == oracle["input_ids"] and one.learned.tolist() == list(map(bool, masks))
 
 
-def test_assistant_last_learns_only_the_last_answer(chatml, plain_chatml):
+def test_data_assistant_last_learns_only_the_last_answer(chatml, plain_chatml):
     last = CHATML_TWO.replace("*I·* am·* fine·*<|im_end|>", "I· am· fine·<|im_end|>")
     assert marked(chatml, TWO, assistant="last") == marked(plain_chatml, TWO, assistant="last") == last
 
@@ -423,7 +423,7 @@ def tokens_or_a_sentence(made, record, how):
     answers = answers if how["assistant"] == "all" else 1
     assert (
         (one.ids == start).sum() == (one.ids == end).sum() == len(said)
-    )  # control tokens in a text start or end no message
+    )  # control tokens in a text neither start nor end a message
     assert one.learned[one.ids == end].sum() == answers and not one.learned[one.ids == start].any()
     learned = made.decode(one.ids[one.learned]).split("<|im_end|>")
     assert len(learned) == answers + 1 or "<|im_end|>" in str(said)

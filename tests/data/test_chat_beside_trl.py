@@ -117,7 +117,7 @@ def test_comparison_with_trl_marks_an_answer_learned_twice_as_unexplained(right)
     assert unexplained(right._replace(rows=right.rows * 2).compared(right.rows).marks)
 
 
-def test_left_out_lists_the_message_parts_that_a_template_does_not_render():
+def test_comparison_with_trl_lists_the_message_parts_that_a_template_does_not_render():
     assert left_out(CHATML, TWO) == []
     lost = left_out(CHATML, CONVERSATIONS["reasoning before a call and after"])
     assert {

@@ -468,7 +468,7 @@ VALIDATION = conversation("on", "mat")
 SEVERAL = {"messages": [USER, thought("I am", "fine"), message("user", "the cat"), thought("on", "sat")]}
 
 
-def test_notes_count_empty_answers_skipped_records_and_tokens_in_additional_rows(tmp_path):
+def test_source_notes_count_empty_answers_skipped_records_and_tokens_in_additional_rows(tmp_path):
     made = source(
         tmp_path, [SEVERAL, SEVERAL, conversation("hello", "", "the cat", "sat"), {"messages": []}], skip_bad=True
     )

@@ -51,7 +51,7 @@ shared = cache(tokenizer)  # for tests that do not change the tokenizer
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map("".join)
 VISIBLE = TEXTS.filter(str.strip)
 KINDS = st.tuples(st.sampled_from(MODELS), st.sampled_from([*PRE_TOKENIZERS]))
-# Tokenizers that decode every text of WORDS without a change.
+# Tokenizers that decode every text without a change.
 EXACT = [("bpe", "byte level"), ("bpe", "sequence"), ("bpe with bytes", "none"), ("bpe with bytes", "split")]
 
 

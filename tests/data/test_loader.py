@@ -103,7 +103,7 @@ def test_text_shorter_than_one_sequence_is_refused():
 
 
 @pytest.mark.parametrize("packing", ["joined", "documents"])
-def test_making_a_window_takes_less_than_a_microsecond_of_cpu_per_token(packing):
+def test_loading_a_window_of_micro_batches_takes_less_than_a_microsecond_of_cpu_per_token(packing):
     """The training step waits while a window is made. Even the smallest model needs tens of microseconds to train on a
     token."""
     ids, ends = np.zeros(500 * 2000, np.uint16), np.arange(500, 500 * 2001, 500)

@@ -246,6 +246,6 @@ def test_order_digest_depends_on_packing_and_text_and_for_padded_rows_on_batch_s
     assert set(orders[0]) == {"sequences", "seq_len", "seed", "text"}  # the first three in the oldest checkpoints
 
 
-def test_config_has_position_ids_if_the_data_or_any_part_is_packed_as_documents():
+def test_position_ids_are_expected_if_the_data_or_any_mixture_part_is_packed_as_documents():
     assert not with_positions({"packing": "joined"}) and with_positions({"packing": "documents"})
     assert with_positions({"parts": {"a": {"packing": "padded"}, "b": {"packing": "documents"}}})

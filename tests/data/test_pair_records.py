@@ -172,7 +172,7 @@ def test_answers_of_a_pair_have_the_same_prompt_tokens(tmp_path):
         assert before[0] == before[1] != []
 
 
-def test_assistant_all_learns_all_answers_of_a_pair(tmp_path):
+def test_data_assistant_all_learns_all_answers_of_a_pair(tmp_path):
     different = [USER, said("assistant", "but"), said("user", "and?"), B]
     found = read(tmp_path, {"chosen": [*EARLIER, A], "rejected": different}, assistant="all")
     assert found == [
@@ -308,7 +308,7 @@ def test_rated_answer_is_stored_as_a_pair_with_an_empty_other_answer(tmp_path, n
     assert documents(tokens_of(tmp_path, rated(tmp_path, record, worse, **typed))) == [expected, "", "", expected]
 
 
-def test_pairs_and_ratings_can_share_a_file(tmp_path):
+def test_pairs_and_rated_answers_can_share_a_file(tmp_path):
     found = documents(tokens_of(tmp_path, rated(tmp_path, RATED["texts"][0], TEXT)))
     assert found == [f"hi[ {YES}]", "", *FORMATS["texts"][2]]
 
@@ -479,7 +479,7 @@ def test_too_long_answer_of_a_pair_is_refused_with_its_line_also_after_rated_ans
         source.rows(made.train, 64, "train")
 
 
-def test_ratings_of_a_hub_data_set_equal_ratings_of_a_file(tmp_path, monkeypatch):
+def test_preference_records_of_a_hub_data_set_equal_records_of_a_file(tmp_path, monkeypatch):
     """A local folder replaces the data set of the hub."""
     single = {"prompt": "two", "completion": " yes", "label": True}
     records = [single, single | {"prompt": "three", "label": False}, TEXT | {"prompt": "one"}]

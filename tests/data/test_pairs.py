@@ -21,7 +21,7 @@ SEQ_LEN, COUNT = 40, 11
 
 
 def drawn(count=COUNT, longest=9):
-    """Returns a split of pairs whose answers have consecutive token ids, and the tokens of both answers of a pair."""
+    """Returns a split of pairs whose answers have consecutive token ids, and both answers' tokens of each pair."""
     draw, at, texts, masks, answers = np.random.default_rng(1), 1, [], [], []
     for pair in range(count):
         prompt = np.full(draw.integers(1, 4), VOCABULARY - 1 - pair)  # both answers have the same prompt

@@ -46,7 +46,7 @@ def made(documents=None, seq_len=SEQ_LEN, too_long="drop", name="train"):
 
 
 def read(ids, labels):
-    """Returns the tokens of a row (its inputs and the last label), and its labels."""
+    """Returns the tokens of a row (its inputs and the last label), and its learned labels."""
     learned = labels != IGNORED
     return [*ids[: int(learned.nonzero().max()) + 1].tolist(), int(labels[learned][-1])], labels[learned].tolist()
 

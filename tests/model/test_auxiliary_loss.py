@@ -141,7 +141,7 @@ FAMILIES = [
 @pytest.mark.filterwarnings("ignore")  # warnings about kernels that are not installed
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in CONFIG_MAPPING])
 def test_filler_is_excluded_from_the_auxiliary_loss_without_an_attention_mask(family):
-    """The oracle is the auxiliary loss of transformers for these rows with an attention mask."""
+    """The reference is the auxiliary loss of transformers for the same rows with an attention mask."""
     known = CONFIG_MAPPING[family]()
     shape = {name: size for name, size in SMALL.items() if hasattr(known, name)}
     model, bodies = network(family, output_router_logits=True, **shape).eval(), []

@@ -104,7 +104,7 @@ def test_streamed_run_with_masters_keeps_no_weight_file_mapped_unless_copies_are
 
 @pytest.mark.rows("llama")
 def test_run_with_a_drive_loads_in_bfloat16_only_if_all_file_headers_say_16_bit(config, folder, tmp_path, monkeypatch):
-    """The headers of the files decide, in a folder, in the hub's cache and on the hub. Only a plan trusts the yaml."""
+    """The headers of the weight files decide: in a folder, in the hub's cache or on the hub. Plans trust the yaml."""
     drive = (
         "precision=bf16-master",
         "weights=streamed",

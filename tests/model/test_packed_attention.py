@@ -24,7 +24,7 @@ WIDTH, SEQ_LEN, EXACT = 32, 40, 1e-6
 FEW = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": WIDTH}
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 EAGER = {"attn_implementation": "eager"}
-# Sliding windows are shorter than documents.
+# Sliding windows are shorter than most documents.
 EXACTLY = {
     "gpt2": {"n_positions": SEQ_LEN},
     "llama": {},

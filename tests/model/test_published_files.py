@@ -17,7 +17,7 @@ from networks import Nothing, network
 
 
 def folder(path, **changes):
-    """Saves a model with a tokenizer, like a published model. Args: changes: keys of its configuration."""
+    """Saves a model with a tokenizer, like a published model, and returns `path`. Args: changes: keys of the config."""
     network("llama", **changes).save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), eos_token="a").save_pretrained(path)
     return path

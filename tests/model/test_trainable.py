@@ -74,7 +74,7 @@ def test_gradients_optimizer_state_and_masters_exist_for_trained_weights_only(co
 
 @pytest.mark.wrong
 def test_wrong_variant_with_masters_of_frozen_weights_fails_the_byte_count(config, monkeypatch):
-    """The deliberately wrong variant makes masters of all weights, which the bytes of host memory show."""
+    """The deliberately wrong variant makes masters of all weights, so host memory holds more bytes."""
 
     def make(self, module):
         for name, p in module.named_parameters():
@@ -106,8 +106,7 @@ def test_wrong_variant_that_trains_frozen_weights_differs_from_a_reference_train
 
 
 def test_fp32_weight_among_16_bit_weights_is_not_rounded(config):
-    """The update equals that of plain AdamW bit for bit, also from scaled gradients. It would be wrong to round the
-    weight to 16 bits."""
+    """The update equals the update of plain AdamW bit for bit, also with scaled gradients."""
     weight, gradient = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
     exact = torch.nn.Parameter(weight.detach().clone())
     for p, g in ((weight, gradient * 4), (exact, gradient)):

@@ -43,7 +43,7 @@ def beyond(found, phases):
 @pytest.mark.rows("typed5")
 @pytest.mark.parametrize("typed", [pytest.param(one, marks=() if one in FEW else pytest.mark.matrix) for one in ROWS])
 def test_measured_peak_memory_with_an_adapter_or_freeze_equals_the_prediction(config, fit, typed):
-    """Device memory agrees within SCALARS bytes of some MB, and host memory to the byte."""
+    """Device memory (some MB) agrees within SCALARS bytes, and host memory to the byte."""
     _, folder = fit(*row(*typed))
     found, shapes = measured(folder), traced(config(*row(*typed)))
     device, host = beyond(found, shapes.phases)

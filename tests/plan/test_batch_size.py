@@ -16,7 +16,7 @@ from lowmem.training.training import training_session
 AUTO = ("batch_size=auto", "accumulation=effective_batch", "accumulation.size=12")
 
 
-def test_bisection_finds_the_largest_fitting_divisor_in_few_tries():
+def test_bisection_finds_the_largest_fitting_batch_size_divisor_in_at_most_3_tries():
     for most in range(14):
         tried = []
         found = batch_size.largest(divisors(12), lambda n, most=most, tried=tried: tried.append(n) or n <= most)

@@ -149,8 +149,8 @@ def columns(cfg, target):
 
 
 def rows_agree(column, **derived):
-    """Returns whether the rows equal `derived` up to a few scalars, and all rows except fragments that are not in
-    `derived` are 0."""
+    """Returns whether each row of the column equals its value in `derived` (0 if absent) up to a few scalars. The row
+    `fragments` is ignored."""
     rows = {name: size for name, size in column.rows.items() if name != "fragments"}
     return all(agree(size, derived.get(name, 0)) for name, size in rows.items())
 

@@ -140,7 +140,7 @@ def test_streamed_weights_on_a_drive_are_predicted_to_arrive_at_the_speed_of_the
 # --- plans for a drive ------------------------------------------------------------------------------------------------
 
 
-def test_drive_accepts_a_folder_or_a_size_and_refuses_other_values(tmp_path):
+def test_plan_drive_key_accepts_a_folder_or_a_size_and_refuses_other_values(tmp_path):
     assert drives.space("200GB") == DriveSpace(FOLDER, 200 * 10**9)
     assert drives.space("1.5TB", "/mine") == DriveSpace("/mine", 1500 * 10**9)
     assert drives.space("180GiB").size == 180 * 2**30

@@ -160,7 +160,7 @@ def taking_turns(config, depth):
 @pytest.mark.matrix
 @pytest.mark.parametrize(("depth", "line"), [(9, Line(3, 5, 3)), (10, Line(4, 6, 3)), (10, Line(3, 4, 7))])
 def test_alternating_kinds_of_blocks_are_extrapolated_by_whole_periods(config, monkeypatch, depth, line):
-    """Blocks with sliding attention save two more tensors here. Wrong on purpose: an extrapolation that ignores the
+    """Blocks with sliding attention save one more tensor here. Wrong on purpose: an extrapolation that ignores the
     period of 2, as if all blocks were equal."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
@@ -168,7 +168,7 @@ def test_alternating_kinds_of_blocks_are_extrapolated_by_whole_periods(config, m
 
     def heavier(self, hidden_states, *args, **kwargs):
         out = plain(self, hidden_states, *args, **kwargs)
-        return out.exp().log() if self.self_attn.sliding_window else out  # saves two more tensors of this size
+        return out.exp().log() if self.self_attn.sliding_window else out  # saves the result of exp
 
     monkeypatch.setattr(Gemma2DecoderLayer, "forward", heavier)
     run, right = taking_turns(config, depth), depth % 2 == line.near % 2

@@ -38,7 +38,7 @@ def planned(small, tmp_path, monkeypatch, capsys):
     return run
 
 
-# the search still chooses among four micro-batch sizes
+# Choices of four groups. With FOUR and the batch_size of a small run, the search has a single recipe.
 FOUR = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
 STREAMED = ("precision=bf16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=full")
 

@@ -46,7 +46,7 @@ def file():
 # --- the roofline -----------------------------------------------------------------------------------------------------
 
 
-def test_operator_time_is_the_longer_of_compute_and_memory_traffic():
+def test_predicted_operator_time_is_the_longer_of_compute_and_memory_traffic():
     rates = Machine("", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
     assert rates.operator(Work(torch.float32, 1000, 20)) == 10 + 1
     assert rates.operator(Work(torch.bfloat16, 1000, 20)) == 2.5 + 1

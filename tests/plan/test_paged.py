@@ -38,8 +38,8 @@ def large(cfg) -> int:
 @pytest.mark.parametrize("optim", BYTES)
 @pytest.mark.parametrize("counted", [True, False])
 def test_paged_optimizer_state_is_not_counted_on_the_card(config, monkeypatch, optim, counted):
-    """Compared with the optimizer without paging. Wrong on purpose (counted=False): state that torch's allocator
-    holds."""
+    """The reference is the optimizer without paging. Wrong on purpose (counted=False): the state is traced as memory of
+    torch's allocator."""
     if not counted:
         monkeypatch.setattr(
             trace, "stand_in", lambda make, one_kernel, pages: stand_in.stand_in(make, one_kernel, False)

@@ -158,7 +158,7 @@ def test_command_for_several_hosts_starts_equal_numbers_of_ranks_on_each_host(de
 # --- links and hosts -------------------------------------------------------------------------------------------------
 
 
-def test_collective_traffic_is_split_between_node_and_network_links():
+def test_predicted_collective_traffic_is_split_between_node_and_network_links():
     pair, nodes = tuple(range(2)), tuple(range(16))
     assert traffic(Collective("gather", pair, False), 100, 8) == Traffic(50, 0)
     assert traffic(Collective("both", pair, False), 100, 8) == Traffic(100, 0)

@@ -180,7 +180,7 @@ def test_recipe_with_8_bit_state_keeps_the_other_arguments_of_the_optimizer():
     """In conf/, adam8bit has no weight decay, and adamw has a weight decay of 0.1."""
     (eight,) = [one.option for one in found_for("precision=32") if one.option["optim"] == "adam8bit"]
     assert {key: value for key, value in eight.items() if key.startswith("optim.")} == {"optim.weight_decay": "0.1"}
-    own = ("optim.weight_decay=0.3", "optim.betas=[0.8,0.9]")  # what was typed reaches every optimizer that takes it
+    own = ("optim.weight_decay=0.3", "optim.betas=[0.8,0.9]")  # typed arguments reach every optimizer that accepts them
     assert {one.option["optim"] for one in found_for(*own, "precision=32")} == {"adamw", "adam8bit"}
     for one in found_for(*own, "precision=32"):
         if one.option["optim"] == "adam8bit":
@@ -232,7 +232,7 @@ def test_search_with_typed_optimizer_step_in_backward_finds_a_recipe():
 
 
 def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
-    """Some recipes are refused only while they are traced. The search then tries the others."""
+    """Some recipes are refused only while they are traced. The search then tries other recipes."""
     honest = recipes.predict
 
     def predict(run, *given):
@@ -348,7 +348,7 @@ MADE = {  # (precision, optimizer) -> (bytes, seconds)
 @pytest.mark.parametrize(
     ("room", "may_change", "chosen"),
     [
-        (100, None, "as typed"),  # although others are faster
+        (100, None, "as typed"),  # although other recipes are faster
         (99, None, "bf16"),
         (79, None, "bf16-master, 8-bit state"),
         (39, None, "bf16-sr, adafactor for adamw"),
@@ -459,7 +459,7 @@ def test_recipes_with_streamed_weights_update_on_the_host_and_recompute_blocks()
     assert ways == {("bf16-master", way) for way in ("every_layer", "offload", "selective")}
     asked = typed(*lines[1:], "precision=bf16-sr", "gradient_checkpointing=offload", may_change=["optim"])
     at_random = [c.option for c in all_of(asked) if c.streams]
-    assert {option["optim"] for option in at_random} == {"adamw", "adamw8bit", "adafactor"}  # stepped on the host
+    assert {option["optim"] for option in at_random} == {"adamw", "adamw8bit", "adafactor"}  # updated on the host
     said = all_of(typed(*lines, "precision=bf16-master", "weights=resident"))
     assert said and not any(c.streams for c in said)
 
@@ -505,7 +505,7 @@ def test_search_streams_only_the_blocks_that_do_not_fit():
 def test_checkpointing_and_loss_choices_are_tried_from_most_to_least_memory_in_any_experiment(loss):
     """The last choice of each group is used for the smallest recipe. If two choices declared equal memory shares, the
     order of the config files would decide."""
-    asked = replace(typed(f"loss={loss}"), lines=())  # as an experiment does, nothing is typed
+    asked = replace(typed(f"loss={loss}"), lines=())  # nothing is typed, as if an experiment chose the loss
     for group in COMPUTED:
         tried = [name for name, technique in techniques(group).items() if technique.tried]
         shares = [techniques(group)[name].saves.get("activations", 1.0) for name in tried]

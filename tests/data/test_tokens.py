@@ -78,7 +78,7 @@ def test_second_tokenization_of_a_text_reads_the_cache(texts, tmp_path, monkeypa
     assert np.array_equal(first.train.ids, second.train.ids) and isinstance(second.train.ids, np.memmap)
 
 
-def test_token_cache_key_depends_on_content_and_vocabulary_size(text_folder, tmp_path):
+def test_token_cache_key_depends_on_content_and_vocabulary_size_but_not_on_the_folder(text_folder, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     for f in text_folder.iterdir():

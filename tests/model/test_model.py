@@ -69,7 +69,7 @@ def test_weights_that_transformers_keeps_in_fp32_are_rounded_with_a_message(tmp_
 
 
 @pytest.mark.rows("llama")
-def test_fine_tuned_model_keeps_its_tokenizer_and_moves_its_weights_by_less_than_0_1(command, folder, tmp_path):
+def test_fine_tuned_model_keeps_its_tokenizer_and_moves_its_embedding_by_less_than_0_1(command, folder, tmp_path):
     code, said = command("model=hf", f"model.name={folder}", "seq_len=16", "lr=1e-3", "max_steps=4")
     assert code == 0, said
     exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / "model")

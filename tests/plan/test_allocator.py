@@ -103,7 +103,7 @@ def test_smallest_memory_limit_replays_allocations_and_2_mib_less_does_not():
         replay(events, limit - 2 * MIB)
 
 
-def test_replay_from_the_start_adds_a_first_window_with_workspaces_before_the_optimizer_state():
+def test_replay_from_the_start_adds_a_first_step_with_workspaces_before_the_optimizer_state():
     weight, state, activation, gradient = (0, 30), (1, 20), (2, 50), (3, 30)
     died = [(serial, -size) for serial, size in (activation, gradient)]
     later = [weight, state, activation, gradient, *died]

@@ -94,7 +94,7 @@ def test_traced_first_of_512_fsdp_ranks_holds_one_row_of_small_tensors(traced):
     assert first.gradients == 4 * elements
 
 
-def test_traced_ddp_keeps_all_gradients_and_reduces_them_once_per_window(traced):
+def test_traced_ddp_keeps_all_gradients_and_reduces_them_once_per_optimizer_step(traced):
     one = traced("strategy=ddp", "devices=2", "accumulation=fixed")
     for phase in ("forward", "backward", "step", "evaluation"):
         assert one.phases[phase].bytes["gradients"] == WHOLE, phase

@@ -383,7 +383,7 @@ def test_every_candidate_config_of_a_search_equals_a_composed_one():
         ("strategy=ddp", "tensor_parallel", 64),
     ],
 )
-def test_window_of_several_devices_keeps_the_typed_number_of_sequences(named, strategy, sequences):
+def test_optimizer_step_on_several_devices_keeps_the_typed_number_of_sequences(named, strategy, sequences):
     """Only devices that read different data multiply the number of sequences."""
     asked = typed("devices=8", "device=cpu", "batch_size=8", named)
     asked = replace(asked, lines=())

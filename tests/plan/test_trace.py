@@ -92,7 +92,7 @@ def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_row
             assert abs(beyond) <= TABLES + (ORDER if phase == "step" else 0)
         else:
             allowed = SCALARS if choice.startswith("accumulation") else ANSWERS if full_rows[0] in typed else 0
-            # The evaluation of the run prefetches a second batch; the evaluation of a plan has one batch.
+            # With loss=kto the run evaluates with a second, prefetched batch; a plan evaluates with one batch.
             allowed += OTHER_BATCH if (choice, phase) == ("loss=kto", "evaluation") else 0
             assert abs(beyond) <= allowed, (phase, phases[phase], found[phase])
             for category in ("weights", "gradients", "optimizer"):
@@ -104,7 +104,7 @@ def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_row
 @pytest.mark.rows("offload-null")
 @pytest.mark.parametrize("clip", ["null", "1.0"])
 @pytest.mark.parametrize("policy", ["offload", pytest.param("every_layer", marks=pytest.mark.matrix)])
-def test_memory_of_a_window_with_order_by_layer_is_predicted_to_the_byte(config, fit, clip, policy):
+def test_memory_of_an_optimizer_step_with_order_by_layer_is_predicted_to_the_byte(config, fit, clip, policy):
     """Wrong on purpose: predictions for one micro-batch less, and for weights.order=by_micro_batch."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"clip={clip}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]

@@ -39,7 +39,7 @@ def shapes(**said):
     return WorkTrace(**(nothing | sizes | said))
 
 
-def test_predicted_window_time_on_a_cpu_is_the_sum_of_all_parts():
+def test_predicted_time_of_an_optimizer_step_on_a_cpu_is_the_sum_of_all_parts():
     taken = TAKEN | {"sum": 0.25}
     found = step_time.window(card(1.0).host, cfg("precision=bf16-master"), shapes(), taken, 3)
     assert found == WindowTime(3 * (2 + 4), 3 * 0.25, 0.5 + 3) and found.seconds == 18 + 0.75 + 3.5

@@ -146,7 +146,7 @@ def test_padded_and_packed_pairs_have_equal_log_probabilities():
 
 
 def of_lengths(*lengths):
-    """Returns a split of pairs whose documents have these lengths; their last four tokens are learned."""
+    """Returns a split of pairs whose documents have these lengths; at most the last four tokens are learned."""
     texts = [100 * number + np.arange(length) for number, length in enumerate(lengths, 1)]
     return split(*texts, learned=[np.arange(length) >= length - 4 for length in lengths])
 

@@ -1,4 +1,4 @@
-"""Tests that the climb search finds the fastest settings that fit, in made-up tables, and traces few settings."""
+"""Tests that the climb search finds about the fastest settings that fit, in made-up tables, and traces few settings."""
 
 import math
 from dataclasses import dataclass

@@ -92,7 +92,8 @@ RUNS = {
 @pytest.mark.parametrize("target", [CARD, CPU], ids=["card", "cpu"])
 @pytest.mark.parametrize("name", RUNS)
 def test_memory_columns_add_up_to_the_traced_memory(config, name, target):
-    """The device's column adds up to the memory that the allocator must be able to reserve."""
+    """On a card the device's column adds up to the memory that the allocator must be able to reserve, the CUDA context
+    and the gradients in flight."""
     cfg = config(*RUNS[name]).resolved()
     traced = trace(cfg, target.on_card)
     found = needs(traced, cfg, target, libraries=GIB)

@@ -32,8 +32,8 @@ from benchmarks.architectures import (
 from benchmarks.runner import write
 from lowmem.data.loader import IGNORED, MicroBatch
 from lowmem.model import packed_attention
+from lowmem.model.checks import check_causal
 from lowmem.model.document_attention import BY_DOCUMENT, MASKED
-from lowmem.model.loading import check_causal
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.cross_entropy import full
 

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from host_memory import Highest, linux
 from lowmem.config.schema import Model
 from lowmem.memory.meter import MemoryMeter
-from lowmem.model import loading
+from lowmem.model import checks, loading
 from lowmem.offload.host_weight import HostWeight
 from lowmem.system.errors import Refused
 from networks import network
@@ -307,7 +307,7 @@ EXPERTS = {
 def test_architecture_that_cannot_compute_a_forward_pass_is_refused_with_the_error(architecture, error):
     network = built(spec("x", pretrained=False, architecture=architecture), torch.float32)
     with pytest.raises(Refused, match=f"cannot compute a forward pass with these values. {error}"):
-        loading.check_computes(network)
+        checks.check_computes(network)
     assert network.training
 
 
@@ -365,7 +365,7 @@ def at_random(model_type, keys, dtype=torch.float32):
 def test_encoder_that_attends_to_later_tokens_is_refused(model_type, dtype):
     network = at_random(model_type, ENCODERS[model_type], dtype)
     with pytest.raises(Refused, match=f"{type(network).__name__} is an encoder here.*Choose a causal model"):
-        loading.check_causal(network)
+        checks.check_causal(network)
     assert network.training
 
 
@@ -374,14 +374,14 @@ def test_encoder_that_attends_to_later_tokens_is_refused(model_type, dtype):
 def test_causal_model_passes_the_causality_check_without_drawing_random_numbers(model_type, dtype):
     network = at_random(model_type, CAUSAL[model_type], dtype)
     before = torch.get_rng_state()
-    loading.check_causal(network)
+    checks.check_causal(network)
     assert network.training and torch.equal(torch.get_rng_state(), before)
-    assert not loading._looks_ahead(network)  # even if its attention declares is_causal
+    assert not checks._looks_ahead(network)  # even if its attention declares is_causal
 
 
 def test_causality_check_of_a_known_causal_model_runs_no_forward_pass(monkeypatch):
-    monkeypatch.setattr(loading, "_looks_ahead", lambda _: pytest.fail("looked"))
-    loading.check_causal(at_random("gpt2", CAUSAL["gpt2"]))
+    monkeypatch.setattr(checks, "_looks_ahead", lambda _: pytest.fail("looked"))
+    checks.check_causal(at_random("gpt2", CAUSAL["gpt2"]))
 
 
 @pytest.mark.rows("gpt2")

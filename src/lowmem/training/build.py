@@ -53,7 +53,7 @@ from lowmem.data.packing import Joined, with_positions
 from lowmem.data.sources import framing
 from lowmem.data.sources.source import OLDER
 from lowmem.data.token_store import Tokens, held_out, rows_of
-from lowmem.model import loading, packed_attention, vocabulary
+from lowmem.model import checks, loading, packed_attention, vocabulary
 from lowmem.model.generation import prompt_ids
 from lowmem.model.loading import Described
 from lowmem.model.magnitude import WIDER, check_holds
@@ -274,9 +274,9 @@ def _check(run: Run, network: PreTrainedModel) -> None:
         check_holds(network, torch.float16, WIDER)
     elif run.export_dtype == "float16" and (run.merge or not run.adapter_class.freezes_base):
         check_holds(network, torch.float16, "Type export_dtype=bfloat16 instead of export_dtype=float16.")
-    loading.check_causal(network)
+    checks.check_causal(network)
     if run.model.architecture is not None and not run.model.pretrained:
-        loading.check_computes(network)
+        checks.check_computes(network)
 
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:

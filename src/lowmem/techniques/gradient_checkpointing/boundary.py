@@ -54,12 +54,12 @@ class OnHost:
         tensor: the block input, or a result of attention.
         chain: prefetches the next boundary after each fetch.
         block: index of the block.
-        forward: (thread, number of the forward pass in this thread).
+        in_pass: (thread, number of the forward pass in this thread).
     """
 
-    def __init__(self, tensor: Tensor, chain: "Chain", block: int, forward: tuple[int, int]) -> None:
+    def __init__(self, tensor: Tensor, chain: "Chain", block: int, in_pass: tuple[int, int]) -> None:
         self.device, self.requires_grad = tensor.device, tensor.requires_grad
-        self.chain, self.block, self.forward = chain, block, forward
+        self.chain, self.block, self.in_pass = chain, block, in_pass
         self.lane = _lane(tensor.device)
         self.back: Tensor | None = None  # the new tensor on the device, from the start of its copy until `fetch`
         self.host = self.lane.staging(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -109,12 +109,12 @@ class Chain:
         self._latest: dict[int, tuple[int, int]] = {}  # thread -> (block, number of the pass) of its latest boundary
 
     def make(self, block: int, tensor: Tensor) -> OnHost:
-        boundary = OnHost(tensor, self, block, self._forward(block))
+        boundary = OnHost(tensor, self, block, self._pass_of(block))
         alive = [other for other in self._made.get(block, []) if other() is not None]
         self._made[block] = [*alive, weakref.ref(boundary)]
         return boundary
 
-    def _forward(self, block: int) -> tuple[int, int]:
+    def _pass_of(self, block: int) -> tuple[int, int]:
         """Returns the thread, and the number of the forward pass. A lower block than before begins another pass."""
         thread = threading.get_ident()
         latest, number = self._latest.get(thread, (0, 0))
@@ -127,7 +127,7 @@ class Chain:
         first of the previous block. Args: fetched: the boundary that was just fetched."""
         references = (*self._made.get(fetched.block, ()), *self._made.get(fetched.block - 1, ()))
         for boundary in filter(None, (reference() for reference in references)):
-            is_of_other_pass = boundary.forward[0] == fetched.forward[0] and boundary.forward != fetched.forward
+            is_of_other_pass = boundary.in_pass[0] == fetched.in_pass[0] and boundary.in_pass != fetched.in_pass
             if boundary.waits and not is_of_other_pass:
                 boundary.start()
                 return

@@ -1,0 +1,77 @@
+"""Checks a loaded model: forward passes over three tokens, on the device of the weights."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowmem.system.errors import Refused, last_line
+
+# errors that modules of transformers raise for values that they cannot use; constructors also raise ValueError for an
+# attention implementation that they do not support
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Checks that no position sees later tokens. The check is skipped if at least one module declares `is_causal`, and
+    all such modules declare True. Otherwise two forward passes over three tokens compare the logits of position 0, with
+    a relative tolerance of 1e-4.
+
+    Raises:
+        Refused: the model is not causal. Its loss would fall to 0, because each position sees the token that it should
+            predict.
+    """
+    says = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    if says == {True} or not _looks_ahead(model):
+        return
+    key = next((key for key in ("is_decoder", "causal") if getattr(model.config, key, None) is False), None)
+    instead = f", or type model.architecture={{{key}:true}} to train it as a decoder" if key else ""
+    raise Refused(
+        f"model.name={model.config.name_or_path or model.config.model_type}: {type(model).__name__} is an encoder "
+        "here: its attention is not causal, so every position sees the token that it should predict. "
+        f"Choose a causal model, such as model=gpt2{instead}."
+    )
+
+
+def check_computes(model: PreTrainedModel) -> None:
+    """Computes a forward pass over three tokens. transformers also builds models that cannot compute one, for example
+    with more experts per token than experts. Models with 16-bit weights are not checked, because some operators need
+    autocast or a GPU then.
+
+    Raises:
+        Refused: the forward pass raises an error.
+    """
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        return
+    try:
+        _first_logits(model, (0, 1, 2))
+    except (*FAILURES, ValueError) as error:
+        raise Refused(
+            f"model.architecture: {model.config.model_type} cannot compute a forward pass with these values. "
+            f"{type(error).__name__}: {last_line(error)}"
+        ) from error
+
+
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Returns True if later tokens change the logits of position 0 by more than 1e-4, relative to the largest logit. In
+    untrained encoders the change is some thousandths. Returns False if the forward pass raises an error; training
+    reports the error."""
+    try:
+        logits, changed = (_first_logits(model, row) for row in ((0, 1, 2), (0, 3, 4)))
+    except (RuntimeError, ValueError):
+        return False
+    return bool((logits - changed).abs().max() > 1e-4 * logits.abs().max())
+
+
+@torch.no_grad()
+def _first_logits(model: PreTrainedModel, row: Sequence[int]) -> Tensor:
+    """Returns the logits of position 0 for a row of token ids, (V,) in fp32, in eval mode."""
+    training, device = model.training, next(model.parameters()).device
+    ids = torch.tensor([row], device=device) % model.get_input_embeddings().num_embeddings  # (1, T)
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return model(input_ids=ids, use_cache=False).logits[0, 0].float()
+    finally:
+        model.train(training)

@@ -172,6 +172,17 @@ def test_plain_documents_mixed_with_conversations_end_in_the_chat_end_token(tmp_
     assert ends == {"<|im_end|>"} == {of.tokens.tokenizer.eos_token}
 
 
+def test_bos_typed_for_one_part_of_a_mixture_is_reported_to_apply_to_the_others(tmp_path, caplog):
+    texts = parts_of(tmp_path)["notes"]
+    train_bpe(["note"], 300, tmp_path / "tokenizer.json")
+    wanted = RowSettings(tmp_path / "cache", 32, 0, load_bpe(tmp_path / "tokenizer.json"), [])
+    for both, reported in ((texts(bos=False), False), (texts(), True)):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            Mix({"a": texts(bos=False), "b": both}).opened(wanted)
+        assert ("data.parts: bos=false also applies to b, because" in caplog.text) == reported
+
+
 def test_mixture_parts_with_different_chat_templates_are_refused(tmp_path):
     talk = partial(parts_of(tmp_path)["talk"], messages="messages")
     assert Mix({"a": talk(template="chatml"), "b": talk(template="chatml")}).chat

@@ -1,11 +1,13 @@
 """Tests checkpoint files: a resumed run continues at its position in the data, saving and loading need little memory,
 and incomplete, damaged and unsuitable checkpoints are recognized."""
 
+import errno
 import io
 import json
 import os
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -300,3 +302,17 @@ def continued(there: dict, here: dict, template: str | None = None, begin: str |
     saved = SimpleNamespace(order=there, asked="resume=x", optimizer="sgd", template=template, begin=begin)
     module = SimpleNamespace(update=SimpleNamespace(optimizer=SimpleNamespace(name="sgd")))
     checkpoint.Saved.check_training(saved, module, SimpleNamespace(order=here))
+
+
+def test_checkpoint_that_may_not_be_read_raises_permission_denied_not_truncated(fit, monkeypatch):
+    _, run = fit("max_steps=1")
+    opened = Path.open
+
+    def denied(path, *arguments, **keywords):
+        if path.suffix == ".ckpt":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PermissionError):
+        checkpoint.find(str(run))

@@ -208,7 +208,8 @@ def _has_its_end(path: Path) -> bool:
     if path.is_dir():
         return checkpoint_folder.has_its_end(path)
     try:
-        return zipfile.is_zipfile(path)
+        with path.open("rb") as file:  # `is_zipfile` returns False for a path that may not be read
+            return zipfile.is_zipfile(file)
     except zipfile.BadZipFile:  # a broken zip archive
         return False
 

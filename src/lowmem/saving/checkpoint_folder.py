@@ -233,8 +233,9 @@ def has_its_end(folder: Path) -> bool:
     """Returns True if the index can be read, and no file is shorter than the index says. Does not read the other files.
     Raises: PermissionError: a file may not be read."""
     try:
-        if not zipfile.is_zipfile(folder / INDEX):
-            return False
+        with (folder / INDEX).open("rb") as file:  # `is_zipfile` returns False for a path that may not be read
+            if not zipfile.is_zipfile(file):
+                return False
         return all((folder / file).stat().st_size >= end for file, end in _ends(load(folder)[1]).items())
     except PermissionError:
         raise

@@ -96,8 +96,8 @@ class Mix(Openable):
         others = [name for name, source in self.parts.items() if source.bos == "auto" and not source.chat]
         if isinstance(self.bos, bool) and others:
             log.info(
-                f"data.parts: bos={str(self.bos).lower()} also applies to {', '.join(others)}, because a model has only "
-                "one tokenizer."
+                f"data.parts: bos={str(self.bos).lower()} also applies to {', '.join(others)}, because a model has "
+                "only one tokenizer."
             )
         tokenizer = wanted.tokenizer or train_tokenizer(self, wanted.cache_dir, wanted.bpe_size, wanted.special_tokens)
         # before any source is tokenized, so that documents of all sources begin and end with the same tokens

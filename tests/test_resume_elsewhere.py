@@ -1,7 +1,8 @@
 """Tests runs of several processes: resume, mostly with another strategy or number of processes, and failed saves.
 
 A run that is resumed elsewhere saves its state before its first step, and this state must equal the checkpoint bit by
-bit. Then the run trains on equal rows in fp64, so only the order of sums differs from the unbroken run.
+bit. Then the run trains on the rows of the uninterrupted run, mostly in fp64, so only the order of sums differs between
+the two runs.
 """
 
 import pytest

@@ -65,7 +65,7 @@ def variants(here: Here) -> Iterator[dict]:
 
 
 def tf32(here: Here) -> Iterator[dict]:
-    """Yields the rows of runs with TF32 matmuls and with fp32 matmuls, which alternate."""
+    """Runs a recipe alternately with TF32 and with fp32 matmuls, and yields a row for each."""
     fast, slow = "1.24B, tf32", "1.24B, fp32"
     rows = dict(in_turns({n: lambda n=n: ours.train(n, here, Blocks(here, 5)) for n in (fast, slow)}, here))
     times = [seconds_per_step(rows[name]) for name in (slow, fast)]

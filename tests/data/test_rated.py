@@ -1,7 +1,7 @@
 """Rows of rated answers: each answer is read once with its rating, beside a mismatched row: its prompt with the answer
 to another prompt.
 
-Expectations are counted token by token.
+The expected rows are written out by hand, and compared token by token.
 """
 
 import re

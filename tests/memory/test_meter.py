@@ -261,7 +261,7 @@ def test_memory_csv_is_read_twice_per_run(fit, monkeypatch):
     read_back, reader = [], csv.DictReader
     monkeypatch.setattr(csv, "DictReader", lambda file: read_back.append(Path(file.name).name) or reader(file))
     fit("max_steps=2")
-    assert read_back.count("memory.csv") == 2  # at the start, for rows before a resume, and for the picture
+    assert read_back.count("memory.csv") == 2  # at the start (for rows before a resume), and for memory.png
 
 
 def test_memory_of_the_first_steps_after_a_resume_in_a_new_folder_is_tracked(fit):

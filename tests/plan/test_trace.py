@@ -154,8 +154,8 @@ def test_packed_documents_are_predicted_without_an_attention_mask(
 
 
 def test_packed_documents_on_a_card_are_predicted_with_the_varlen_kernel(config):
-    """In bf16 the varlen kernel saves about as much as attention over joined rows. In fp32 documents run one after
-    another in a fused kernel, while joined rows with grouped heads run in the math kernel."""
+    """In bf16, the varlen kernel saves about as much as attention over joined rows. In fp32, a fused kernel computes
+    the attention of one document after another, but joined rows with grouped-query attention need the math kernel."""
     typed = [*MODELS["llama"], *PACKED]
     in_bf16, wide = [*typed, "precision=bf16"], [*typed, "precision=32"]
     documents = [trace(config(*lines, "data.packing=documents"), on_card=True).phases for lines in (in_bf16, wide)]

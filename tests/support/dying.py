@@ -16,8 +16,8 @@ def live(root: str, overrides: list[str], folder: str, moment: tuple[str, int] |
     """Trains until the moment of the kill.
 
     Args:
-        moment: (place in `_arrange`, number of times that the place is passed before); None: the run is not killed. The
-            number is ignored for the last evaluation and the export.
+        moment: (place as named in `_arrange`, number of times that the run passes the place before it is killed there);
+            None: the run is not killed. The number is ignored for the last evaluation and the export.
         renames: False is wrong on purpose: checkpoints are written in place, without a final rename.
     """
     from hydra import compose, initialize_config_dir

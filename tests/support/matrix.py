@@ -1,5 +1,5 @@
-"""Lists features that several devices must train like one device: a case for each, and its tolerance compared with one
-process.
+"""Lists the features with which training on several devices must give the results of one process. Each feature has a
+test case and the tolerance of the comparison.
 
 In fp64 no rounding hides an error. In fp32 with plain SGD only the order of sums differs. If matmuls or weights have 16
 bits, each rank also rounds its sums over a part of the rows.

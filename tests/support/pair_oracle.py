@@ -66,7 +66,7 @@ def kto(ratio, mismatched, desirable, beta=0.1, desirable_weight=1.0, undesirabl
     """Returns the KTO loss of each answer.
 
     Args:
-        ratio: log of the policy's probability of each answer divided by the reference's probability.
+        ratio: log(policy's probability / reference's probability) of each answer.
         mismatched: the log ratios of the mismatched answers.
     """
     z = max(0.0, mismatched.mean().item())

@@ -146,8 +146,8 @@ def texts(file: Path) -> Iterator[Text]:
 
 
 def strings(tree: ast.AST) -> Iterator[Text]:
-    """Yields all strings except docstrings: refusals, log lines, tables. A computed number is replaced by NUMBER, and
-    any other value by {}."""
+    """Yields all strings except docstrings: refusals, log lines, tables. In an f-string, a value that looks like a
+    count (a comma in its format, or a match of COUNTS) is replaced by NUMBER, and any other value by {}."""
     skipped = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):  # a docstring

@@ -35,8 +35,8 @@ from pydantic import BaseModel
 from lowmem.config.typed_lines import CONF
 from lowmem.system.errors import Refused
 
-# Groups in which the planner tries other choices. The planner keeps typed choices, except in the groups of CHANGEABLE
-# that may_change= names.
+# Groups in which the planner tries other choices. The planner keeps every choice that the user typed, except in groups
+# of CHANGEABLE that are listed in may_change=.
 CHANGEABLE = ("precision", "optim")  # groups whose choices change the result of training
 COMPUTED = ("gradient_checkpointing", "loss")  # groups whose choices compute the same result in different ways
 PLACED = "weights"  # the group that decides where weights are stored while they are not used

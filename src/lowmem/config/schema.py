@@ -168,7 +168,7 @@ class EarlyStop(Section):
     watch: _words("val_loss or accuracy", Literal["val_loss", "accuracy"])
 
 
-# Argument of Lightning's Trainer -> the key of a run that sets it.
+# argument of Lightning's Trainer that must not be typed as trainer.<argument> -> the key to type instead
 SET_BY = {
     "accelerator": "device",
     "accumulate_grad_batches": "accumulation",

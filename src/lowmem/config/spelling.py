@@ -93,7 +93,7 @@ TAKEN_OUT = {
         resumes=True,
     ),
 }
-# prefix of a key in an earlier version of lowmem -> its current prefix
+# key in an earlier version of lowmem -> its current name; an entry that ends in a dot is a prefix of keys
 RENAMED = {
     "fit": "plan",
     "master.early_step": "precision.early_step",

@@ -337,8 +337,8 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """Returns the number of predicted tokens on all devices, for rows without gaps: all tokens of these sequences
-        except the first token of the split."""
+        """Returns the number of labels in the first `count` rows, summed over all devices. Only valid for rows
+        `without_gaps`, in which every token is a label, except the first token of the split."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:

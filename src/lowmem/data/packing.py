@@ -58,8 +58,9 @@ class NothingToLearn(Refused):
 
 
 class TooLong(Refused):
-    """Raised with too_long=refuse if a document, pair or rated answer is too long. Args: document: index in its split
-    of the first such document, or of the first document of the first such pair."""
+    """Raised with too_long=refuse if a document, pair or rated answer is too long. Args: document: index, within the
+    split, of the first document that is too long. For pairs and rated answers: of the first document of the first pair
+    or rated answer that is too long."""
 
     def __init__(self, message: str, document: int) -> None:
         super().__init__(message)

@@ -76,7 +76,7 @@ class Tokens:
     """The tokens of both splits, and the tokenizer that encoded them.
 
     Args:
-        template: digest of the chat template that rendered conversations; None for other data and for streams.
+        template: digest of the chat template that rendered conversations; None for other data.
     """
 
     train: Split

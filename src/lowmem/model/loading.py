@@ -201,7 +201,8 @@ def _refuse_impossible(config: PretrainedConfig, typed: Mapping[str, object]) ->
     the keys of `model.architecture`."""
     values = config.get_text_config(decoder=True).to_dict()
     heads, groups = values.get("num_attention_heads"), typed.get("num_key_value_heads")
-    # multi-head latent attention (keys such as kv_lora_rank) and JetMoe (kv_channels) do not share keys among heads
+    # not checked for multi-head latent attention (config keys such as kv_lora_rank) and JetMoe (kv_channels), which do
+    # not group query heads by num_key_value_heads
     shares = not any("lora_rank" in key or key == "kv_channels" for key in values)
     if shares and isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
         raise Refused(

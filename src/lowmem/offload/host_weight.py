@@ -10,9 +10,9 @@ placeholder with the shape of the weight between updates. With some optimizers (
 placeholder during an update.
 
 On a card the link's host thread adds gradients and updates weights: it calls `add`, `use`, `use_rows`, `gradient`,
-`narrow`, `step`, `master_tensors` and `used`. Meanwhile other threads may read `tensors` and `sum`, and attributes that
-do not change during training, such as `wide`, `weight` and `host_block`, to queue an update. These threads call or
-change anything else only while the host thread is idle.
+`narrow`, `step`, `master_tensors` and `used`. Meanwhile other threads, which queue updates, may read `tensors`, `sum`,
+and attributes that are not reassigned during training: `wide` (but not its data), `weight` and `host_block`. These
+threads call or change anything else only while the host thread is idle.
 """
 
 from collections.abc import Iterator

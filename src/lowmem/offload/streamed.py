@@ -83,10 +83,10 @@ class Slot:
 class StreamedWeights(WeightsOnDevice):
     """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles.
 
-    During training the link's host thread calls `bring_in` and `put`. Hooks on blocks and gradients run in the
-    threads of forward and backward passes, and call `take_gradient`. With `by_layer`, the threads of the micro-batches
-    also call `enter`, and the memory meter reads `*_tensors` and `staging_buffers` there. The training thread calls all
-    other methods.
+    During training the link's host thread calls `bring_in` and `put`. Hooks run in the thread that executes the forward
+    or backward pass. Hooks on gradients (`MasterWeights`) call `take_gradient` there. With `by_layer`, the threads of
+    the micro-batches also call `enter`, and the memory meter reads `*_tensors` and `staging_buffers` there. The
+    training thread calls all other methods.
 
     Args:
         layout: the weights that are streamed.

@@ -149,7 +149,8 @@ def _names(network: nn.Module) -> list[str]:
 
 
 def _merged(layer: nn.Module) -> nn.Module:
-    """Returns the layer that replaces an adapted or 4-bit layer: without an adapter, with merged weights in fp32."""
+    """Returns an ordinary layer or stack of experts in place of an adapted or 4-bit one. Its weights are dequantized to
+    fp32 and include the adapter's update, if there is an adapter."""
     if _computes_weights(layer):
         return layer.unpacked(torch.float32)
     base = layer.get_base_layer()

@@ -2,7 +2,7 @@
 
 A bf16 weight and its fp32 master have nearly equal upper 16 bits. If the host stores the bf16 weight anyway, the master
 needs only 2 additional bytes per parameter instead of 4. With precision=bf16-master, `offload/host_weight.py` stores
-streamed weights and their masters in this form. The upper half is rounded half up: it increases by 1 if the lower 16
+streamed weights and their masters in this form. The upper half is rounded to nearest: it increases by 1 if the lower 16
 bits are 0x8000 or more. Since the sign is a separate bit, this increases the magnitude, so ties are rounded away from
 zero.
 

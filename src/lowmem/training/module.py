@@ -308,11 +308,12 @@ class CausalLM(LightningModule):
             self.val_figures = self.ranks.broadcast(figures)
 
     def _mean(self, value: Tensor, weight: int) -> float | None:
-        """Returns the mean of a metric of `Loss.figures`, or None if the set has no answers that the metric counts.
+        """Returns the mean of a metric of `Loss.figures` over a validation set on all devices. If the count is 0,
+        returns None for a metric with its own count, otherwise NaN.
 
         Args:
-            value: the sum of the metric, or (sum, count).
-            weight: the count, if `value` does not contain one.
+            value: sum of the metric, or (sum, count).
+            weight: the count, if `value` does not contain it.
         """
         total, *count = self.ranks.all_sum(value).reshape(-1).tolist()
         return None if count == [0] else total / ((count[0] if count else weight) or math.nan)

@@ -44,7 +44,8 @@ def make(config):
 
 
 def widely_spread(dtype, steps=6, rows=73, columns=333):
-    """Yields gradients with magnitudes up to 1e12 apart in a block, rows of zeros, and an incomplete last block."""
+    """Yields gradients whose magnitudes within a block differ by factors of about 1e12 (less in fp16), with rows of
+    zeros and an incomplete last block."""
     draw = torch.Generator().manual_seed(0)
     for _ in range(steps):
         noise = torch.randn(rows, columns, generator=draw)

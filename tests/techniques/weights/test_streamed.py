@@ -40,8 +40,8 @@ def streamed(slots=2, *more):
 
 @pytest.fixture(autouse=True)
 def overwritten_when_it_is_given_back(monkeypatch):
-    """Overwrites a released slot with NaN at once, as if another block had been copied into it. Autograd may still hold
-    a view of the slot."""
+    """Overwrites a slot with NaN as soon as it is released, as if another block had been copied into it. So a backward
+    pass that still reads the slot computes NaN."""
     free = Streamed._free
 
     def overwrites(self, slot):

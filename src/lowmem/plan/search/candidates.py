@@ -323,8 +323,9 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
 
 
 def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
-    """Returns overrides that give the optimizer `name` the arguments of the typed optimizer, if both compute the same
-    update (for example with state in different dtypes) but have different defaults. Otherwise returns no overrides."""
+    """Returns overrides with which the optimizer `name` uses the arguments of the user's optimizer, for arguments whose
+    values differ. Returns no overrides if the two optimizers compute different updates. (AdamW with 32-bit and with
+    8-bit state compute the same update.)"""
     typed_name, optimizers = typed.named["optim"], techniques("optim")
     if name == typed_name or (optimizers[typed_name].update_of or typed_name) != (optimizers[name].update_of or name):
         return {}

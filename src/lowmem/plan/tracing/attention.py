@@ -4,8 +4,8 @@ traces the memory of the predicted kernel.
 The flash, memory-efficient and cuDNN kernels save no tensor of shape (tokens, tokens). If none of these three kernels
 supports a call, torch uses the math kernel, which saves several tensors of this shape.
 
-CPU builds of torch lack the code that selects a kernel, so this module repeats the rules of torch 2.11 to 2.13. The
-rules are in aten/src/ATen/native/transformers, in cuda/sdp_utils.cpp and sdp_utils_cpp.h; rules in other files are
+CPU builds of torch lack the code that selects a CUDA kernel, so this module implements the rules of torch 2.11 to 2.13.
+The rules are in aten/src/ATen/native/transformers, in cuda/sdp_utils.cpp and sdp_utils_cpp.h; rules in other files are
 marked with the file's name. On a card, tests/plan/test_attention.py compares the predictions with
 `torch._fused_sdp_choice`. On an H200 with torch 2.11, all predictions agreed.
 """

@@ -95,7 +95,7 @@ class SentResult(KeptResult):
         super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(OffloadedTensor, send=send), out))
 
     def see(self, tensor: Tensor) -> None:
-        """Does nothing, because changes of the tensor do not reach the stored copy."""
+        """Does nothing, because in-place changes to the tensor do not affect the stored copy."""
 
     def out(self) -> object:
         return self._out

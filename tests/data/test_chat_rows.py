@@ -378,6 +378,17 @@ def test_answer_whose_inline_reasoning_is_dropped_later_has_its_own_row():
         ]
 
 
+def test_answer_that_is_rendered_differently_once_messages_follow_has_its_own_row_with_a_generation_tag():
+    """As in Qwen3, whose template writes an empty thought before the last answer only."""
+    empty = "{% if loop.last %}<think></think>{% endif %}{{ m.content }}" + END
+    several = [USER, ANSWER, message("user", "the cat"), message("assistant", "sat")]
+    for tag, end in (("", ""), ("{% generation %}", "{% endgeneration %}")):
+        assert learned(turns(tag + empty + end, end=""), *several) == [
+            f"{START}U:hello{END}{START}A:[<think></think>fine{END}]",
+            f"{START}U:hello{END}{START}A:fine{END}{START}U:the cat{END}{START}A:[<think></think>sat{END}]",
+        ]
+
+
 def test_tool_call_outside_the_generation_tag_is_refused():
     outside = BOTH.replace("A:{{ m.content }}", "A:{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
     with pytest.raises(

@@ -86,6 +86,25 @@ def test_traced_operator_traffic_equals_hand_computed_bytes(call, bytes_each):
     assert work(lambda: partial(call, torch.ones(N), torch.ones(N))) == pytest.approx(bytes_each, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "flops"),
+    [
+        ((12, 8), (3, 8, 16), 2 * 12 * 8 * 16),
+        ((16, 16), (16, 8), 2 * 16 * 16 * 8),
+        ((3, 4, 8), (3, 8, 16), 3 * 2 * 4 * 8 * 16),
+    ],
+    ids=["rows by expert", "inner dimension by expert", "two stacks"],
+)
+def test_flops_of_grouped_matrix_products_equal_hand_computed_flops(a, b, flops):
+    ends = [3] if len(a) == 2 else None  # a number for each expert
+
+    def products():
+        offsets = [] if ends is None else [torch.ones(ends, dtype=torch.int32)]
+        return partial(torch._grouped_mm, torch.ones(a), torch.ones(b), *offsets)
+
+    assert work(products, "flops") * N == flops
+
+
 @pytest.mark.parametrize("part_first", [False, True])
 def test_memory_traffic_of_an_expanded_tensor_is_counted_by_its_storage(monkeypatch, part_first):
     """The sum of a row that is expanded to 1,000 rows reads 1,000 numbers and writes one, whichever tensor was traced

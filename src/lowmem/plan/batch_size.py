@@ -46,7 +46,8 @@ def resolve(run: Run) -> Run:
     if run.plan != "off" and sizes and fits(run, sizes[-1]):  # larger sizes are predicted not to fit, and are not tried
         size = sizes[-1]
     else:
-        size = largest(sizes, lambda batch_size: fits(run, batch_size))
+        untried = sizes if run.plan == "off" else sizes[:-1]
+        size = largest(untried, lambda batch_size: fits(run, batch_size))
     if size is None:
         raise Refused(
             f"batch_size=auto: even one sequence of seq_len={run.seq_len} does not fit. Type a smaller seq_len, "

@@ -153,7 +153,8 @@ class ChatTemplate:
         full = RenderedPrefix(text, tags, len(messages))
         spans = [span for span in tags if span[0] < span[1]]
         is_whole = self.tagged and answers == everyone and not _unsaid(messages, answers, text, spans)
-        if is_whole and not self._missing(messages, tools, full, answers):
+        continues = is_whole and all(self._continues(messages, tools, i, text) for i in answers[:-1])
+        if continues and not self._missing(messages, tools, full, answers):
             self._check_roles(messages, tools, text)
             return [Rendered(text, spans, len(answers))]
         rows = self._rows(messages, tools, answers, full)
@@ -255,6 +256,12 @@ class ChatTemplate:
         other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)
+
+    def _continues(self, messages: Messages, tools: list | None, i: int, text: str) -> bool:
+        """Returns True if the text of a conversation begins with the rendering that ends with answer `i`, so that later
+        messages do not change how the template renders this answer and its context."""
+        own = self.rendering(messages[: i + 1], tools)[0]
+        return text.startswith((own, own[: self._end(messages, tools, i, own)]))
 
     def _before(self, text: str, at: int) -> int:
         """Returns the position `at`, or the start of the control token that contains this position."""

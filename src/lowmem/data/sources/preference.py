@@ -188,7 +188,7 @@ class ByPrompt(Reader):
             if isinstance(record.fields, dict):
                 answer = _listed(record.fields.get(self.fields.answered(record.fields)))
                 asked = record.fields.get(self.fields.prompt) or (answer[:-1] if isinstance(answer, list) else None)
-                record = record._replace(identity=identity({"": asked}) if asked else record.identity)
+                record = record._replace(group=identity({"": asked}) if asked else b"")
             yield record
 
 

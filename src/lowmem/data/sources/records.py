@@ -45,7 +45,8 @@ SMALLEST = 512
 class Record(NamedTuple):
     where: str  # such as "notes.jsonl, line 3"
     fields: dict | BadRecord  # BadRecord: the line or row is not a record
-    identity: bytes = b""  # equal records have equal identities, also across files
+    identity: bytes = b""  # bytes of the line, or of the fields of a row: about as long as the record
+    group: bytes = b""  # records of one group go to the same split; empty: the identity is the group
 
 
 class Reader:
@@ -84,12 +85,13 @@ class Reader:
     def records(self, split: SplitName) -> Iterator[Record]:
         """Yields the records of a split."""
         for record in self.all_records(split):
-            if not self.val_from_train or (place(record.identity) < self._held_out) == (split == "val"):
+            if not self.val_from_train or (place(record.group or record.identity) < self._held_out) == (split == "val"):
                 yield record
 
     @cached_property
     def _held_out(self) -> float:
-        return held_out((record.identity for record in self.all_records("train")), self.val_fraction, self.least)
+        groups = (record.group or record.identity for record in self.all_records("train"))
+        return held_out(groups, self.val_fraction, self.least)
 
 
 class FileReader(Reader):

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lowmem.system.torch_private import ATTENTION, ATTENTION_BACKWARD, OpOverload, schema, storage_key, tree_leaves
+from lowmem.system.torch_private import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    GROUPED_PRODUCTS,
+    OpOverload,
+    schema,
+    storage_key,
+    tree_leaves,
+)
 
 
 class Work(NamedTuple):
@@ -42,7 +50,7 @@ def work_of(func, args: tuple, kwargs: dict | None, out: object) -> Work | None:
     if not moved or not (changed or outputs):
         return None
     flops = 0
-    count = _ATTENTION.get(func) or flop_registry.get(func.overloadpacket)
+    count = _COUNTS.get(func) or flop_registry.get(func.overloadpacket)
     if count is not None:
         flops = count(*args, **(kwargs or {}), out_val=out)
     return Work((read or changed or outputs)[0].dtype, flops, moved)
@@ -99,5 +107,18 @@ def _attention_backward(_, query: Tensor, key: Tensor, *__, **___) -> int:
     return 5 * _attention(query, key) // 2
 
 
-# The same formula for all kernels, because torch has no formula for the CPU kernels.
-_ATTENTION = dict.fromkeys(ATTENTION, _attention) | dict.fromkeys(ATTENTION_BACKWARD, _attention_backward)
+def _grouped_products(a: Tensor, b: Tensor, *_, **__) -> int:
+    """Returns the FLOPs of the matrix products of a mixture's experts. The rows, the columns or the inner dimension of
+    a product are divided among the experts, so a matrix has two dimensions. A stack has three: experts, rows, columns.
+    """
+    rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+    each = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * each * rows * inner * columns
+
+
+# torch has no formulas for these operators. Attention has the same formula for all kernels, on a card and on a CPU.
+_COUNTS = {
+    **dict.fromkeys(ATTENTION, _attention),
+    **dict.fromkeys(ATTENTION_BACKWARD, _attention_backward),
+    GROUPED_PRODUCTS: _grouped_products,
+}

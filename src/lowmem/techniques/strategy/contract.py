@@ -1,17 +1,18 @@
-"""The interface of a strategy: how the model and the data are divided over processes, and the collectives for this.
+"""The interface of a strategy, which divides the model or the data over processes, and provides the collectives for
+this.
 
 `process_group.py` creates the strategy of a run. Code that builds, trains, evaluates or saves a model gets the strategy
-as `ranks`, for example as `CausalLM.ranks`. `OneDevice` implements all methods for a single process. Its subclasses use
-torch's sharding and collectives:
+under the name `ranks`, for example as `CausalLM.ranks`. `OneDevice` implements all methods for a single process. Its
+subclasses use torch's sharding and collectives:
 
     OneDevice             this module: strategy=auto
       Several             `several.py`: base class of strategies with several processes, one process per device
-        DataParallel      `ddp.py`: each process has the full model, and reads different data
+        DataParallel      `ddp.py`: each process has the full model, and reads its own share of the data
         Divided           `several.py`: base class of strategies in which a process has only a part of the parameters
           FullyShard      `fsdp.py`: each weight, gradient and optimizer state is sharded over all processes
-          TensorParallel  `tensor_parallel.py`: each process computes with its shard of each matrix
+          TensorParallel  `tensor_parallel.py`: each process computes with its shards of the matrices
             FullyShardTensorParallel  `fsdp_tensor_parallel.py`: tensor parallelism in groups, FSDP over the groups
-          Pipeline        `pipeline.py`: each process has some of the blocks
+          Pipeline        `pipeline.py`: each process has consecutive blocks
 """
 
 from collections.abc import Callable, Iterable
@@ -40,29 +41,29 @@ class OneDevice:
 
     several = False  # True: there may be more than one process
     rank, size = 0, 1  # this process's rank, and the number of processes
-    data_rank, data_size = 0, 1  # rank and number of processes that read different data
+    data_rank, data_size = 0, 1  # index of this process's share of the data, and the number of shares
     # "host": parameters and gradients are in host memory between passes, and the CPU runs the optimizer
     side: Side = "device"
     divides = False  # True: a process has only a part of the parameters
-    shards_matrices = False  # True: a process may have only a shard of a matrix; False: its matrices are complete
-    adds_in_blocks = False  # True: a forward pass sums activations over the ranks inside a block
+    shards_matrices = False  # True: a process may have only shards of matrices; False: matrices are complete
+    adds_in_blocks = False  # True: blocks all-reduce activations in their forward pass
     overlaps_micro_batches = False  # True: several micro-batches of a window are in progress at the same time
     widens = False  # True: rank 0 may send weights with fewer bits than the run's dtype; each rank converts its shard
-    in_numbers = True  # True: before `shard`, every rank has the values of the weights; False: only rank 0 has them
+    in_numbers = True  # True: every rank builds the model with weights; False: only rank 0 does (see `shard`)
     builds = True  # True: this rank loads or initializes the weights; False: it receives the weights from rank 0
     neediest = (0,)  # ranks to trace for a memory plan: one of them has the highest peak
-    factor = 1.0  # multiplies the loss, to undo torch's averaging of gradients over this number of ranks
+    factor = 1.0  # factor of the loss; undoes that torch averages gradients over this number of ranks
 
     def __init__(self, device: str = "cpu", devices: int = 1) -> None:
         self.device = device
 
     @staticmethod
     def data_ranks(devices: int, **options: object) -> int:
-        """Returns `data_size` for a config, before any process starts.
+        """Returns the `data_size` that the strategy will have. Needs no process group.
 
         Args:
             devices: number of devices.
-            options: the options in the strategy's yaml.
+            options: the keys of the strategy's yaml.
 
         Raises:
             Refused: the options do not fit the number of devices.
@@ -74,13 +75,13 @@ class OneDevice:
         return run_folder
 
     def rank_0_first(self, work: str = "work alone") -> AbstractContextManager:
-        """Context manager for work that rank 0 does first, without a time limit, and all other ranks do afterwards.
-        Args: work: name of the work, for messages."""
+        """Context manager for work that rank 0 does first. The other ranks wait, without a time limit, and then do the
+        work too. Args: work: name of the work, for messages."""
         return nullcontext()
 
     def leave_after_rank_0(self, work: str = "work alone") -> AbstractContextManager:
-        """Context manager for work that all ranks do at the same time. At the end of the context the other ranks wait
-        until rank 0 has finished, without a time limit. Args: work: name of the work, for messages."""
+        """Context manager for work that all ranks do at the same time. At its end, the other ranks wait without a time
+        limit until rank 0 has finished. Args: work: name of the work, for messages."""
         return nullcontext()
 
     # --- before the first step ------------------------------------------------------------------------------------
@@ -90,31 +91,32 @@ class OneDevice:
         return nullcontext()
 
     def widen(self, read: torch.dtype, dtype: torch.dtype) -> None:
-        """Called only on rank 0, if it has loaded weights with fewer bits than the run's dtype. Args: read: dtype of
-        the loaded weights; dtype: the run's dtype, to which each rank converts its shard."""
+        """Called only on rank 0, if its loaded weights have fewer bits than the run's dtype. Args: read: dtype of the
+        loaded weights; dtype: the run's dtype, to which each rank converts its shard."""
 
     def sent_as(self, tensor: Tensor) -> torch.dtype:
         """Returns the dtype that a tensor of the loaded model will have in the run."""
         return tensor.dtype
 
     def shard(self, module: LightningModule) -> None:
-        """Replaces the module's parameters by this rank's shards, if the strategy `divides` the model. Before this
-        call, every rank has the full module: on the host if `builds` is True, otherwise on the meta device."""
+        """Replaces the module's parameters by this rank's shards, if `divides` is True. Before this call, every rank
+        has the modules of the full model: with weights in host memory if `builds` is True, otherwise on the meta
+        device."""
 
     def lightning(self) -> Strategy:
         """Returns the strategy for Lightning's Trainer: a strategy for one device, even if there are several ranks."""
         return InPlace()
 
     def before_training(self, module: LightningModule) -> None:
-        """Called once before the first step, after the weights and the optimizer state of a checkpoint have been
-        restored and moved to their devices. The random states are restored after this call."""
+        """Called once before the first step, when weights and optimizer state are on their devices. In a resumed run
+        they have been restored from the checkpoint by then; the random states are restored after this call."""
 
     def release(self) -> ref | None:
-        """Drops references to the process group, and frees C++ objects that refer to the group, before the process
-        leaves it.
+        """Drops references to the process group, and to C++ objects that refer to the group. Called before the process
+        leaves the group.
 
         Returns:
-            A weak reference to DDP's Reducer, which is dead unless other objects still refer to the Reducer. None: this
+            A weak reference to DDP's Reducer; it is dead unless other objects still refer to the Reducer. None: this
             process has no Reducer.
         """
         return None
@@ -122,7 +124,7 @@ class OneDevice:
     # --- each window ----------------------------------------------------------------------------------------------
 
     run_window: Callable[[Window], tuple[Tensor, Tensor | None]] | None = None  # None: use `CausalLM.run_window`
-    # wrapped forward pass; None: use the module's own forward pass
+    # the module's forward pass as wrapped by DDP; None: use the module's own forward pass
     forward: Callable[[MicroBatch], Tensor] | None = None
 
     def micro_batch_context(self, last: bool) -> AbstractContextManager:
@@ -131,21 +133,22 @@ class OneDevice:
         return nullcontext()
 
     def gather_gradients(self) -> None:
-        """Called after the last backward pass of a window. Sets `grad` of the parameters that `local` returns."""
+        """Sets `grad` of the parameters that `local` returns, and sums gradients over ranks where backward has not done
+        so. Called after the last backward pass of a window."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Returns the global L2 norm of the gradients of all ranks. An element that several ranks have counts once.
-        Args: parameters: local parameters that have a gradient."""
+        """Returns the L2 norm of the gradients of the full model. An element that several ranks have counts once. Args:
+        parameters: the local parameters that have a gradient."""
         return norm_of_all(parameters)
 
     def clear_gradients(self) -> None:
-        """Frees or resets all gradients other than the gradients of local parameters. Called after the backward passes
-        of each window, also if the step was skipped, once the gradients of local parameters are freed."""
+        """Frees or resets the gradients of the model's parameters, after the gradients of local parameters have been
+        freed. Called at the end of each window, also if the step was skipped."""
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
-        """Returns this rank's shard of a parameter: a plain parameter that shares the shard's memory. The optimizer
+        """Returns this rank's shard of a parameter as a plain parameter, which shares the shard's memory. The optimizer
         updates local parameters."""
         return p
 
@@ -154,26 +157,26 @@ class OneDevice:
         return model
 
     def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor | None:
-        """Gathers a full tensor in host memory, in the model's original layout. A collective call.
+        """Gathers a full tensor in host memory, in the layout of the unsharded model. All ranks must call this method.
 
         Args:
             p: the parameter.
-            shard: this rank's shard of the weight, or of optimizer state of the weight's shape, in the layout of
-                `local(p)`.
+            shard: this rank's shard of the weight, or of an optimizer state with the shape of the weight; it has the
+                shape of `local(p)`.
 
         Returns:
-            The full tensor; on ranks other than 0 it may be None.
+            The full tensor on rank 0; the full tensor or None on other ranks.
         """
         return shard.cpu()
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
         """Returns the tensor that a checkpoint stores for a shard: a DTensor that shares the shard's memory, or the
-        full tensor in the model's original layout. A collective call. Args: see `gathered`."""
+        full tensor in the layout of the unsharded model. All ranks must call this method. Args: see `gathered`."""
         return shard
 
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
-        """Returns this rank's shard of a full tensor that every rank has. Does not communicate. Args: p: the parameter
-        whose placement is used; full: a tensor in the original layout of `p`."""
+        """Returns this rank's shard of a full tensor, without communication. Args: p: the parameter whose placement
+        determines the shard; full: a tensor in the layout of the unsharded model."""
         return full
 
     # --- collectives of numbers and small objects -----------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`strategy=ddp`: every device has the full model and reads different rows; gradients are all-reduced once per window.
 
-Saves time, but no memory. Costs an all-reduce of all gradients per optimizer step, which overlaps with the last
-backward pass of the window. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
+Saves time, but no memory. Costs one all-reduce of all gradients per window, which overlaps with the window's last
+backward pass. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
 import gc
@@ -21,8 +21,8 @@ from lowmem.techniques.strategy.several import Several
 
 
 class DataParallel(Several):
-    """Data parallelism with torch's DDP. Gradients become views of DDP's buckets before the first window, so memory
-    never holds a second copy of all gradients."""
+    """Data parallelism with torch's DDP. From the first window on, gradients are views of DDP's buckets, so there is no
+    second copy of the gradients in memory."""
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
@@ -39,8 +39,8 @@ class DataParallel(Several):
         self._make_gradients([p for _, p in named])
         for _, p in named:
             p.grad = None
-        # Rebuild the buckets now, while no gradient refers to the old ones. DDP would otherwise rebuild them in a later
-        # forward pass, when gradients keep the old buckets in memory.
+        # Rebuild the buckets now, while no gradient refers to the old buckets. Otherwise DDP would rebuild them in a
+        # later forward pass, when gradients still keep the old buckets in memory.
         rebuild_buckets(self.forward)
         self._make_gradients([p for _, p in named])
         self._idle = {name for name, _ in named}
@@ -58,11 +58,12 @@ class DataParallel(Several):
         return reducer
 
     def _make_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Creates zero gradients and reduces them once, so that they become views of DDP's buckets. Otherwise the first
-        micro-batches of the first window, whose gradients are not reduced, would create gradients outside of the
-        buckets."""
+        """Creates zero gradients that are views of DDP's buckets, by a backward pass with a reduction. Without them,
+        the first micro-batches of the first window, whose gradients are not reduced, would create gradients outside of
+        the buckets."""
         self.forward.reducer.prepare_for_backward([])
-        # in reverse, about the order of a backward pass: DDP assigns parameters to buckets in the order of gradients
+        # DDP assigns parameters to buckets in the order of their gradients; in a backward pass this is about the
+        # reverse order
         for p in reversed(parameters):
             p.backward(torch.zeros_like(p))
 
@@ -70,8 +71,8 @@ class DataParallel(Several):
         return nullcontext() if last else self.forward.no_sync()
 
     def new_local(self, p: nn.Parameter) -> nn.Parameter:
-        """Returns a new parameter that shares the memory of `p`. A step that temporarily converts `p` itself to fp32
-        would remove DDP's hooks, and gradients would no longer be reduced."""
+        """Returns a new parameter that shares the memory of `p`. If an optimizer step temporarily converted `p` itself
+        to fp32, DDP's hooks would be lost, and gradients would no longer be reduced."""
         return nn.Parameter(p.detach(), p.requires_grad)
 
     def gather_gradients(self) -> None:
@@ -87,15 +88,15 @@ class DataParallel(Several):
             ) from None
         for p, local in self._locals.items():
             local.grad = p.grad
-        # all ranks must round with equal random numbers, otherwise their weights would diverge
+        # all ranks must round with equal random numbers, so that their weights stay equal
         if self._module.trainer.precision_plugin.draws:
             cards = [torch.cuda.current_device()] if self.device == "cuda" else []
             self._step.enter_context(torch.random.fork_rng(cards))
             torch.manual_seed(self._seed + self._module.position.window + 1)
 
     def _check_used(self) -> None:
-        """Checks after the first window that every trained parameter has received a gradient on all ranks, because DDP
-        does not reduce a bucket with a missing gradient. Raises: Refused."""
+        """Checks after the first window that every trained parameter has received a gradient on every rank. DDP does
+        not reduce a bucket in which a gradient is missing. Raises: Refused."""
         self._watch_no_more()
         if unused := next(filter(None, self.all_gather(sorted(self._idle))), None):
             raise Refused(

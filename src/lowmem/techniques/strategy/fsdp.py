@@ -1,11 +1,12 @@
-"""`strategy=fsdp`: shards weights, gradients and optimizer state over all devices, and gathers the full weights of a
-block shortly before the block computes.
+"""`strategy=fsdp`: shards weights, gradients and optimizer state over all devices. Each device gathers the full weights
+of a block shortly before the block computes.
 
 Each of N devices stores 1/N of weights, gradients and optimizer state, and temporarily the full weights of two blocks:
 the block that computes, and the block that computes next. The weights outside the blocks (embedding, head) stay
-gathered from forward to the end of backward. Costs two all-gathers of the blocks' weights, one all-gather of all other
-weights and one reduce-scatter of all gradients per micro-batch. `fsdp_offload` keeps the shards in host memory, and the
-CPU runs the optimizer. Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
+gathered from forward to the end of backward. Costs, per micro-batch, two all-gathers of the blocks' weights, one
+all-gather of the weights outside the blocks, and one reduce-scatter of all gradients. With `strategy=fsdp_offload` the
+shards are in host memory, and the CPU runs the optimizer. Source: Zhao et al. 2023, arXiv 2304.11277; torch's
+fully_shard.
 """
 
 from collections.abc import Callable
@@ -43,14 +44,14 @@ class FullyShard(Divided):
 
 
 def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMesh, offload: bool, pinned: bool) -> None:
-    """Applies fully_shard to each block, and to the model for all other parameters. Gradients are reduced in fp32 or
-    wider, because sums in 16 bits would lose small gradients.
+    """Applies fully_shard to each block, and then to the model, for the parameters outside the blocks. Gradients are
+    reduced in fp32 or wider, because sums in 16 bits would lose small gradients.
 
     Args:
-        module: its model is sharded in place, and its loss is wrapped by `Resharding`.
+        module: the module whose model is sharded in place, and whose loss is wrapped by `Resharding`.
         mesh: the ranks over which parameters are sharded.
         offload: True: keep the shards in host memory.
-        pinned: True: pin this host memory.
+        pinned: True: pin the host memory of the shards.
     """
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     widest = reduce(torch.promote_types, (p.dtype for p in module.model.parameters()), torch.float32)
@@ -62,12 +63,13 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
 
 
 class Resharding(Loss):
-    """Wraps the loss of a module, and reshards the weights outside the blocks after a forward pass without gradients.
+    """Reshards the weights outside the blocks after a forward pass without gradients. For this purpose it wraps the
+    loss of a module, and adds a hook to its model.
 
-    fully_shard leaves these weights gathered after a forward pass, for the backward pass. If no backward pass follows,
-    they would stay gathered, and other code would see full parameters. So a hook reshards them at the end of each
-    forward pass without gradients. A loss may read the head's weight after the forward pass. During a call of the loss
-    the hook therefore does nothing, and the weights are resharded when the loss returns.
+    After a forward pass, fully_shard leaves these weights gathered for the backward pass. Without a backward pass they
+    would stay gathered, and other code would see full parameters. So the hook reshards them at the end of a forward
+    pass without gradients. A loss may read the head's weight after the model's forward pass. Therefore the hook does
+    nothing during a call of the loss, and the weights are resharded when the loss returns.
     """
 
     def __init__(self, module: LightningModule) -> None:

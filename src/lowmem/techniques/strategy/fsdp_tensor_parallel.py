@@ -1,9 +1,9 @@
 """Tensor parallelism within groups of devices, combined with `fully_shard` over the groups: a two-dimensional mesh.
 
 The ranks of a group should share a fast link, because they compute a micro-batch together. Different groups read
-different rows. Tensor parallelism shards a matrix within a group, and `fully_shard` shards each of these shards again
-over the groups. So each of N devices has 1/N of the parameters that tensor parallelism shards, and 1/(number of groups)
-of all other parameters.
+different rows. Tensor parallelism shards a matrix within a group, and `fully_shard` shards each of these shards over
+the groups. So each of N devices in G groups has 1/N of the parameters that tensor parallelism shards, and 1/G of the
+replicated parameters.
 """
 
 from lightning.pytorch import LightningModule
@@ -13,8 +13,8 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
 
 class FullyShardTensorParallel(TensorParallel):
-    """FSDP over groups of tensor parallelism. Args: tensor_parallel_size: number of consecutive ranks in a group; N
-    devices form N / tensor_parallel_size groups."""
+    """Tensor parallelism within groups, and FSDP over the groups. Args: tensor_parallel_size: number of ranks in a
+    group, with consecutive numbers; N devices form N / tensor_parallel_size groups."""
 
     def __init__(
         self, device: str = "cpu", devices: int = 1, timeout: float = 600, tensor_parallel_size: int = 2

@@ -1,8 +1,8 @@
-"""A Lightning strategy for a single device that leaves the model on the device when a run ends.
+"""A single-device strategy for Lightning, which leaves the model on the device when a run ends.
 
-When a run ends, Lightning's SingleDeviceStrategy copies all weights and optimizer state to the host, which takes 12
-bytes of host memory per parameter with AdamW in fp32. Without this copy, an export after the run needs host memory for
-only one weight file at a time.
+Lightning's SingleDeviceStrategy copies all weights and optimizer state to the host when a run on a card ends. With
+AdamW in fp32 this takes 12 bytes of host memory per parameter. Without this copy, an export after the run needs host
+memory for only one weight file at a time.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
 class InPlace(SingleDeviceStrategy):
-    """A single-device strategy that leaves the model and the optimizer state where they are when a run ends."""
+    """A single-device strategy, which does not move the model and the optimizer state when a run ends."""
 
     strategy_name = "in_place"
 
@@ -25,8 +25,8 @@ class InPlace(SingleDeviceStrategy):
         return torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, object]) -> None:
-        """Restores optimizer state directly into the memory where the optimizer keeps it, for example into host memory
-        for the state of masters."""
+        """Restores optimizer state directly into the memory in which the optimizer keeps it. For example, the state of
+        masters in host memory is restored in host memory."""
         self.lightning_module.load_optimizer(self.optimizers[0], checkpoint)
 
     def teardown(self) -> None:

@@ -1,4 +1,4 @@
-"""Sends a model that only rank 0 has loaded to all ranks, tensor by tensor; each rank keeps only its shard.
+"""Broadcasts a loaded model from rank 0, tensor by tensor; each rank keeps only its shard of a tensor.
 
     1. all ranks build the modules (`Divided.building`): rank 0 with weights, other ranks on the meta device, without
        memory for the weights
@@ -8,13 +8,13 @@
 
 So each rank needs memory for its shards and one full tensor. Rank 0 also needs memory for the full model, unless its
 weights stay pages of memory-mapped files, which the operating system can evict (`model/loading.py`). Files in the run's
-dtype stay mapped. Files with fewer bits stay mapped if the strategy has `widens` and the run trains no adapter: rank 0
-broadcasts the weights in the dtype of the files, and each rank converts its shard while copying it. Randomly
-initialized weights are never mapped. Costs the time to broadcast the model once.
+dtype usually stay mapped. Files with fewer bits can stay mapped if `widens` is True and the run trains no adapter. Rank
+0 then broadcasts the weights in the dtype of the files, and each rank converts its shard while copying it. Randomly
+initialized weights are not mapped. Costs the time to broadcast the model once.
 
-torch's `set_model_state_dict(broadcast_from_rank0=True)` sends tensor by tensor too, but rank 0 keeps the full model in
-memory, in addition to its shards, until the last tensor is sent. It also omits non-persistent buffers, and supports
-neither modules of other pipeline stages nor fused matrices.
+torch's `set_model_state_dict(broadcast_from_rank0=True)` also sends tensor by tensor, but rank 0 keeps the full model
+in memory, in addition to its shards, until the last tensor is sent. torch's function omits non-persistent buffers, and
+supports neither modules of other pipeline stages nor fused matrices.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -31,8 +31,8 @@ Numbers = dict[str, Tensor]
 
 
 def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
-    """Runs a function on ranks that have the loaded model (in a run only rank 0), and returns rank 0's result on all
-    ranks. Raises: Refused: on all ranks, if the function raised Refused on rank 0."""
+    """Runs a function on rank 0, and returns its result on all ranks. In a memory plan, runs the function on the traced
+    rank. Raises: Refused: on all ranks, if the function raised Refused on rank 0."""
     result = None
     if ranks.builds:
         try:
@@ -45,8 +45,8 @@ def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
 
 
 def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
-    """Replaces all parameters and buffers of rank 0's model by meta tensors in the run's dtype. Returns: name ->
-    original tensor; a tied parameter is listed once."""
+    """Replaces all parameters and buffers of rank 0's model by meta tensors with the dtypes of the run. Returns: name
+    -> original tensor; a tied parameter has one entry."""
     numbers = {}
     for name, p in model.named_parameters():
         detached = nn.Parameter(torch.empty_like(p, device="meta", dtype=ranks.sent_as(p)), p.requires_grad)
@@ -59,18 +59,20 @@ def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
 
 
 def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.Module] = ()) -> None:
-    """Allocates memory for this rank's shards and buffers, without setting values. Parameter objects stay the same.
+    """Allocates memory for this rank's shards and buffers, without setting values. The parameters stay the same Python
+    objects.
 
     Args:
         model: the model, on the meta device.
         device: device of the shards.
-        elsewhere: modules whose own tensors (without submodules) only other ranks have; they stay on the meta
-            device.
+        elsewhere: modules whose own tensors, not counting tensors of submodules, exist only on other ranks. These
+            tensors stay on the meta device.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        # submodules first: at a block's own module, fully_shard takes over the new memory of all parameters in it
+        # submodules before their parents: `to_empty` of a block makes fully_shard adopt the new memory of all its
+        # parameters
         for module in reversed([*model.modules()]):
             if module not in elsewhere:
                 module.to_empty(device=device, recurse=False)
@@ -80,20 +82,21 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
-    """Broadcasts the weights and buffers from rank 0 into all ranks' shards. Args: numbers: on rank 0 the result of
-    `detach_weights`, which this call empties; ignored on other ranks."""
+    """Broadcasts the weights and buffers of rank 0, and copies each rank's shards of them. Args: numbers: on rank 0 the
+    result of `detach_weights`, which this call empties; ignored on other ranks."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: buffer for name, _, _, buffer in buffers(model)}
     for name, full in _arriving(numbers, ranks):
         tensor = tensors[name]
-        if not tensor.is_meta:  # meta tensors belong to other pipeline stages
+        if not tensor.is_meta:  # a meta tensor belongs to another pipeline stage
             shard = ranks.shard_of(tensor, full) if isinstance(tensor, nn.Parameter) else full
             (tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor).copy_(shard)
 
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
-    """Checks that this rank has the parameters of rank 0, with equal shapes and dtypes. Loading weights on rank 0 may
-    have changed its model, for example by untying a weight. Raises: Refused: never on rank 0."""
+    """Checks that this rank's parameters have the names, shapes and dtypes of rank 0's parameters. These may differ,
+    because loading weights can change the model on rank 0, for example by untying a weight. Raises: Refused: not on
+    rank 0."""
     ours = {name: (p.shape, ranks.sent_as(p)) for name, p in model.named_parameters()}
     theirs = ranks.broadcast(ours)  # rank 0's parameters
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
@@ -115,8 +118,8 @@ def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields (full name, module, name in the module, buffer) for all buffers, including non-persistent buffers. A
-    buffer that several modules share is listed once for each module."""
+    """Yields (full name, module, name in the module, buffer) for all buffers, including non-persistent buffers. Yields
+    a buffer that several modules share once for each of these modules."""
     for path, holder in model.named_modules():
         for key, buffer in list(holder.named_buffers(recurse=False, remove_duplicate=False)):
             yield f"{path}.{key}".lstrip("."), holder, key, buffer
@@ -125,12 +128,13 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 def shard_and_send(
     model: nn.Module, ranks: OneDevice, lay_out: Callable[[], Container[nn.Module] | None], device: torch.device
 ) -> None:
-    """Shards the model, and sends rank 0's weights into all ranks' shards.
+    """Shards the model, and fills the shards of all ranks with rank 0's weights.
 
     Args:
-        model: the model, with weights on rank 0 and on the meta device on other ranks.
+        model: the model; on rank 0 with weights, on other ranks on the meta device.
         ranks: the strategy.
-        lay_out: function that shards the meta model, and returns the argument `elsewhere` of `allocate_on`, or None.
+        lay_out: shards the meta model, and returns the argument `elsewhere` of `allocate_on`; None if all modules are
+            on this rank.
         device: device of the shards.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Converts torch.distributed's errors about a lost or silent rank into a message that names the collective.
+"""Converts torch.distributed's errors about a lost or silent rank into `RankLost`, which usually names the collective.
 
-gloo and NCCL only report a closed socket, or a timeout in milliseconds. `process_group.py` calls `rank_lost`, which
-finds the collective and its caller in the traceback. But NCCL's watchdog thread aborts the process without a traceback.
-So the launcher also parses the log output of the ranks (`watchdog_message`). The launcher does not import torch, so
-this module does not import torch either.
+gloo and NCCL report only a closed socket, or a timeout in milliseconds. `process_group.py` calls `rank_lost`, which
+reads the collective and its caller from the traceback. If NCCL's watchdog thread aborts the process, there is no
+traceback. So the launcher parses the log output of the ranks (`watchdog_message`). The launcher does not import torch,
+so this module does not import torch either.
 """
 
 import re
@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 import lowmem
 from lowmem.system.errors import RankLost
 
-# the package's folder; a clone may also be named lowmem, with its .venv inside
+# frames in this folder are ours; a test for "lowmem" in the path would match a clone's .venv too
 OURS = Path(lowmem.__file__).parent
 OF_TORCH = "torch/distributed/"
 GONE = r"Connection closed by peer|Connection reset by peer|Broken pipe|caused pair closure|Connection refused"
@@ -25,12 +25,13 @@ WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNu
 
 
 def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
-    """Returns the error to raise in place of an error of torch.distributed; None: neither the error nor any of its
-    causes is such an error.
+    """Returns the error to raise in place of an error of torch.distributed about other ranks. Returns None if neither
+    the error nor an error in its chain of causes and contexts is such an error.
 
     Args:
-        error: the error, or a later error that has it as its cause or context, such as an error during cleanup.
-        timeout: strategy.timeout, in seconds.
+        error: the error of torch.distributed, or an error that was raised while handling it, for example during
+            cleanup.
+        timeout: strategy.timeout, in seconds, for the message.
     """
     chain, seen = [error], {id(error)}
     while (before := chain[-1].__cause__ or chain[-1].__context__) and id(before) not in seen:
@@ -64,8 +65,8 @@ def _lost(error: BaseException, timeout: object) -> RankLost | None:
 
 
 def watchdog_message(words: str) -> str | None:
-    """Returns an error message for a timeout that NCCL's watchdog has reported; None: the log output does not report a
-    timeout. Args: words: log output."""
+    """Returns an error message for a timeout that NCCL's watchdog has reported; None if the log output contains no such
+    report. Args: words: log output."""
     if match := WATCHDOG.search(words):
         return (
             f"{match[1].lower()}: another rank did not answer in time: it hangs, or runs different code. If it is only "
@@ -75,9 +76,9 @@ def watchdog_message(words: str) -> str | None:
 
 
 def collective(frames: traceback.StackSummary) -> str:
-    """Returns a description of the innermost public function of torch.distributed on the stack, and of its caller in
-    lowmem. DDP's all-reduce runs inside the autograd engine, without a Python frame, and is recognized by the frame
-    that started backward."""
+    """Returns the name of the innermost public function of torch.distributed on the stack, followed by the innermost
+    function of lowmem with file and line. DDP's all-reduce runs inside the autograd engine, without a Python frame, so
+    it is recognized by the frame that started backward."""
     names = [frame.name for frame in frames if _in_torch(frame) and _is_public(frame.name)]
     if names:
         call = names[-1]
@@ -90,7 +91,7 @@ def collective(frames: traceback.StackSummary) -> str:
 
 
 def _is_of_torch(error: BaseException, message: str, frames: traceback.StackSummary) -> bool:
-    # DistError and the errors that derive from it
+    # DistError, or an error that derives from it
     if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
     if not isinstance(error, RuntimeError) or not re.search(f"{GONE}|{SILENT}|{TAKEN}", message):

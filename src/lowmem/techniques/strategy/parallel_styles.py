@@ -1,21 +1,22 @@
-"""The styles in which tensor parallelism shards a layer, so that each rank of a group computes with its shard.
+"""Styles that shard a layer for tensor parallelism: each rank of a group computes with its shard.
 
     style        input                   output                           all-reduce
     Colwise      replicated              sharded by features              of the input's gradient, in backward
     Rowwise      sharded by features     replicated                       of the output, in forward
     Embedding    token ids               replicated                       of the output: only one rank has a token's row
 
-A sharded head is Colwise too: its logits are gathered, or stay sharded for a loss that reads the head in tiles
-(`HeadShard`).
+A sharded head is Colwise too. Its forward pass gathers the logits. A loss that reads the head in tiles (`HeadShard`)
+computes with sharded logits instead.
 
-torch's `parallelize_module` applies the styles. Sharded parameters are DTensors, and the layers use DTensor's
-collectives. Matrix products use plain tensors, so code that observes operators (memory tracker, selective
-checkpointing) sees the same operators as in a run without sharding.
+torch's `parallelize_module` applies the styles. Sharded parameters are DTensors, and most collectives are DTensor's.
+Matrix products use plain tensors, so code that observes operators (memory tracker, selective checkpointing) sees the
+same operators as in a run without sharding.
 
-torch's own styles, ColwiseParallel and RowwiseParallel, multiply DTensors. In a measurement torch's styles took twice
-the host time per block, and every rank had embedding gradients of full size. The backward pass of a block needed five
-all-reduces instead of two, because layers with a common input (query, key and value; gate and up) each reduced their
-gradient of this input. torch's styles support neither GPT-2's Conv1D nor its fused matrices.
+torch's own styles, ColwiseParallel and RowwiseParallel, multiply DTensors. In a measurement, a block took twice as much
+host time with torch's styles as with the styles of this module, and every rank had embedding gradients of full size.
+The backward pass of a block needed five all-reduces instead of two: of the layers with a common input (query, key and
+value; gate and up), each reduced its own gradient of this input. torch's styles support neither GPT-2's Conv1D nor its
+fused matrices.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from lowmem.model.head_tiles import ResidentHead
 
 
 class Group:
-    """The ranks along one dimension of a device mesh. These ranks compute a layer together."""
+    """The ranks along one dimension of a device mesh, which compute each layer together."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
@@ -42,16 +43,16 @@ class Group:
 
     def entering(self, x: Tensor) -> Tensor:
         """Returns x as a tensor whose gradient is all-reduced in backward. Layers with a common input, such as query,
-        key and value, get the same tensor object, so that autograd sums their gradients of this input on each rank, and
-        one all-reduce follows. Args: x: a tensor that is equal on all ranks."""
+        key and value, get the same tensor object. So autograd first sums their gradients of this input on each rank,
+        and one all-reduce follows. Args: x: a tensor that is equal on all ranks."""
         if id(x) not in self._entered:
             entered = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             self._entered[id(x)] = x, entered
         return self._entered[id(x)][1]
 
     def leaving(self) -> None:
-        """Drops the references to the inputs of `entering`. Called by the layer that follows the layers with a common
-        input (`Rowwise`), and by a layer that gathers its output."""
+        """Drops the references to the inputs of `entering`. Called by `Rowwise`, which ends a pair of layers, and by a
+        `Colwise` that gathers its output."""
         self._entered.clear()
 
     def redistributed(self, x: Tensor, before: Placement, after: Placement) -> Tensor:
@@ -59,8 +60,8 @@ class Group:
         return DTensor.from_local(x, self.mesh, [before]).redistribute(self.mesh, [after]).to_local()
 
     def placed(self, shard: Tensor, full: Tensor, dim: int) -> DTensor:
-        """Returns a shard as a DTensor. Args: shard: this rank's shard; full: a tensor with the full shape and strides;
-        dim: the sharded dimension."""
+        """Returns a shard as a DTensor. Args: shard: this rank's shard; full: a tensor with the shape and strides of
+        the full matrix; dim: the sharded dimension."""
         return DTensor.from_local(shard, self.mesh, [Shard(dim)], shape=full.shape, stride=full.stride())
 
     def shard(self, layer: nn.Module, name: str, dim: int, fused: int = 1) -> None:
@@ -70,7 +71,7 @@ class Group:
             layer: the layer with the parameter.
             name: the parameter's name.
             dim: the dimension to shard.
-            fused: number of matrices that are concatenated along this dimension; each matrix is sharded separately.
+            fused: number of matrices that are concatenated along `dim`; each matrix is sharded separately.
         """
         p = getattr(layer, name)
         shard = swapped(p.detach(), dim, fused, self.size).chunk(self.size, dim)[self.rank].clone()
@@ -83,8 +84,9 @@ class Group:
 
 
 def swapped(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
-    """Reorders a dimension of `outer` x `inner` equal pieces to `inner` x `outer` pieces. With (matrices, ranks) this
-    sorts the pieces of fused matrices by rank; with (ranks, matrices) it restores the original order."""
+    """Transposes the order of the pieces along a dimension that consists of `outer` x `inner` equal pieces. With outer
+    = matrices and inner = ranks, this sorts the pieces of fused matrices by rank. With outer = ranks and inner =
+    matrices, it restores the original order."""
     return tensor.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
@@ -143,8 +145,8 @@ class Rowwise(ParallelStyle):
 
 
 class Embedding(ParallelStyle):
-    """Shards an embedding along the vocabulary: each rank looks up the tokens whose rows it has, and uses zeros for all
-    other tokens. The results of the ranks are summed."""
+    """Shards an embedding along the vocabulary. Each rank looks up the tokens whose rows it has, and uses zeros for all
+    other tokens. An all-reduce sums the results of the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -167,7 +169,8 @@ class Embedding(ParallelStyle):
 
 
 class HeadShard(ResidentHead):
-    """Gives a loss this rank's shard of the head's matrix in tiles. See `HeadSource` for the methods."""
+    """Provides this rank's shard of the head's matrix to a loss, in tiles. `HeadSource` and `ResidentHead` describe the
+    methods."""
 
     def __init__(self, linear: nn.Linear, group: Group) -> None:
         self.linear, self.group = linear, group
@@ -203,6 +206,6 @@ class HeadShard(ResidentHead):
 
 
 def _local(layer: nn.Linear | Conv1D) -> Tensor:
-    """Returns this rank's shard of a matrix, in the layout of nn.Linear."""
+    """Returns this rank's shard of a matrix, in the layout (out, in) of nn.Linear."""
     weight = layer.weight.to_local()
     return weight if isinstance(layer, nn.Linear) else weight.T

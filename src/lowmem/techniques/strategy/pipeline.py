@@ -1,15 +1,16 @@
-"""`strategy=pipeline`: each device has some of the blocks, and micro-batches pass from device to device.
+"""`strategy=pipeline`: each device has consecutive blocks, and micro-batches pass from device to device.
 
     stage 0    F0 F1 F2 F3             B0 B1 B2 B3    F: forward, B: backward of micro-batches 0 to 3 (GPipe)
     stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B x T, H) are sent to the next stage,
     stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
-Each device stores the weights, gradients and optimizer state of its own stage only. The stages send hidden states,
-their gradients, and the gradients of tied weights (with stochastic rounding also the tied weights). This is the least
-communication of all strategies that divide a model. Costs idle time while the pipeline fills and drains: (S - 1) / (n +
-S - 1) of a step, for S stages and n micro-batches. GPipe stores the activations of all n micro-batches. 1F1B starts
-backward as early as possible, and stores the activations of at most S micro-batches. Source: Huang et al. 2019, arXiv
-1811.06965; Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
+Each device stores the weights, gradients and optimizer state of its own stage only. The stages exchange hidden states,
+gradients of hidden states, and gradients of tied weights. With stochastic rounding they also exchange the tied weights.
+This is usually less communication than with other strategies that divide a model. Costs idle time while the pipeline
+fills and drains: (S - 1) / (n + S - 1) of a step, for n micro-batches and S stages that take equal time. With GPipe
+each stage stores the activations of all n micro-batches. With 1F1B a stage starts backward as early as possible, and
+stores the activations of at most S micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021,
+arXiv 2104.04473; torch.distributed.pipelining.
 
 Each stage runs in its own process, with these objects:
 
@@ -18,8 +19,8 @@ Each stage runs in its own process, with these objects:
     schedule         torch's GPipe or 1F1B: orders the forward and backward passes, sends and receives
 
 All stages read the same rows. If embedding and head are tied, the first and the last stage each have a copy of the
-weight. The gradients of both copies are summed before the step, so the copies stay equal. In an evaluation, one
-micro-batch at a time passes through all stages.
+weight. The gradients of both copies are summed before the step, so that the copies get equal updates (`clear_gradients`
+describes stochastic rounding). In an evaluation, one micro-batch at a time passes through all stages.
 """
 
 import logging
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 HEADS = ("labels", "logits_to_keep", "return_dict")  # arguments of a causal LM that its body does not accept
-SHOWN = 16  # tokens per row of the micro-batch on which the stages must agree with the full model
+SHOWN = 16  # tokens per row of the micro-batch with which the stages are compared with the full model
 
 
 class Pipeline(Divided):
@@ -73,14 +74,15 @@ class Pipeline(Divided):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def shard(self, module: LightningModule) -> None:
-        """Reduces the model to this rank's stage, in place. Also replaces the module's loss by `evaluated`, and wraps
-        the model's forward pass (`_answering`), so that both go through all stages. In training, the last stage calls
-        the original loss.
+        """Reduces the model to this rank's stage, in place. Replaces the module's loss by `evaluated`, and wraps the
+        model's forward pass in `_answering`; both go through all stages. In training, the last stage calls the original
+        loss.
 
         Raises:
-            Refused: the model cannot be divided into stages; the stages compute different results than the model; a
-                stage has no trained weights; the model adds an auxiliary loss; the logits that the loss computes differ
-                from the model's logits; or this rank's parameters differ from the parameters of rank 0.
+            Refused: the model cannot be divided into stages; the logits of the stages differ from the logits of the
+                undivided model; a stage would have no trained weights; the model adds an auxiliary loss; the logits
+                that the loss computes differ from the model's logits; or this rank's parameters differ from the
+                parameters of rank 0.
         """
         model, self.module = module.model, module
         division = from_names(model, load_in_parts.on_rank_0(self, lambda: self._shown(module).to_names(model)))
@@ -90,8 +92,8 @@ class Pipeline(Divided):
         log.info(self._describe_stages(division))
 
     def _cut(self, module: LightningModule, division: Division) -> set[nn.Module]:
-        """Reduces the meta model to this rank's stage, and replaces the module's loss. Returns: the modules whose own
-        tensors (without submodules) only other ranks have."""
+        """Reduces the meta model to this rank's stage, and replaces the module's loss. Returns: see
+        `Division.elsewhere`."""
         self.stage, self.loss = Stage(module.model, division, self.rank), module.loss
         module.loss = Function(self.evaluated)
         elsewhere = division.elsewhere(self.rank)
@@ -106,8 +108,8 @@ class Pipeline(Divided):
         return division
 
     def _check(self, module: LightningModule, division: Division) -> None:
-        """Checks that the model adds no auxiliary loss, that each stage has trained weights, and that the stages and
-        the loss compute the logits of the full model. Raises: Refused."""
+        """Checks that the model adds no auxiliary loss, that each stage has trained weights, and that both the stages
+        and the loss compute the same logits as the full model. Raises: Refused."""
         model = module.model
         if asked_for(model):
             raise refused(model, "adds an auxiliary loss, which the last stage can compute only for its own blocks")
@@ -134,9 +136,9 @@ class Pipeline(Divided):
 
     @property
     def neediest(self) -> tuple[int, ...]:
-        """Returns the stages that may need the most memory: the first (embedding), the last (logits), the stage with
-        the most bytes of weights, and the stage with the most activations. With 1F1B, stage s of S (counted from 0)
-        stores the activations of up to S - s micro-batches."""
+        """Returns the indices of the stages that may need the most memory: the first (embedding), the last (logits),
+        the stage with the most bytes of weights, and the stage with the most activations. With 1F1B, stage s (from 0)
+        of S stages stores the activations of up to S - s micro-batches."""
         cuts, stages = self.stage.division.cuts, range(self.size)
         stored = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
         most = (max(stages, key=stored.__getitem__), max(stages, key=self.stage.division.bytes))
@@ -159,23 +161,23 @@ class Pipeline(Divided):
 
     def run_window(self, window: Window) -> tuple[Tensor, None]:
         """Runs forward and backward of all micro-batches. Returns: the sum of the losses, on every stage; and None in
-        place of the auxiliary losses, because a pipeline refuses models with auxiliary losses."""
+        place of the sum of auxiliary losses, because a pipeline refuses models with an auxiliary loss."""
         work = WindowOfStage(self, window)
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
         schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self.module.weights.last = True  # for `after_backward` of the window's last backward pass
+        self.module.weights.last = True  # before `after_backward` ends the window's last backward pass
         work.after_backward()
         for p, group in self._tied:
             dist.all_reduce(p.grad, group=group)
         return self._of_last(work.loss_sum), None
 
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
-        """Creates torch's schedule. Each window needs a new schedule, because the buffers of a schedule are for a fixed
-        number and length of micro-batches. A new schedule costs a small message from the first stage to the last and
-        back, with which torch checks that all stages know the shapes of their inputs and outputs. With fewer
-        micro-batches than stages GPipe is used, because torch's 1F1B refuses so few micro-batches, and would not store
-        fewer activations."""
+        """Creates torch's schedule. Each window needs a new schedule, because a schedule has buffers for a fixed number
+        and length of micro-batches. A new schedule costs a small message that passes from the first stage to the last
+        and back. With it torch checks that every stage was given the shapes of its inputs and outputs. If a window has
+        fewer micro-batches than stages, GPipe is used: torch's 1F1B raises an error, and would not store fewer
+        activations than GPipe."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
@@ -184,8 +186,8 @@ class Pipeline(Divided):
         return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
 
     def clear_gradients(self) -> None:
-        """Also broadcasts tied weights after a step with stochastic rounding, because each copy was rounded with
-        different random numbers."""
+        """Also broadcasts tied weights after a step with stochastic rounding, because each stage rounded its copy with
+        its own random numbers."""
         super().clear_gradients()
         if self.module.trainer.precision_plugin.draws:
             for p, group in self._tied:
@@ -194,16 +196,16 @@ class Pipeline(Divided):
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluated(self, model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-        """Computes a micro-batch's loss without gradients, through all stages. `shard` makes this method the loss of
+        """Computes a micro-batch's loss through all stages, without gradients. `shard` makes this method the loss of
         the module. Returns: the loss, on every stage."""
         inputs = micro_batch.inputs | {"use_cache": False}
         loss = self._through(inputs, lambda: self.loss(model, micro_batch))
         return self._of_last(torch.zeros((), device=micro_batch.labels.device) if loss is None else loss)
 
     def _answering(self, forward: Callable[..., ModelOutput]) -> Callable[..., ModelOutput]:
-        """Wraps the model's forward pass for code that calls the model in eval mode without gradients, on all stages at
-        the same time, such as samples (`report/sample.py`) and user-defined metrics (`report/own_metric.py`). The
-        wrapped forward pass goes through all stages, and returns the logits on every stage."""
+        """Wraps the model's forward pass, so that a call in eval mode without gradients goes through all stages, and
+        returns the logits on every stage. All stages must make the call. Callers are samples (`report/sample.py`) and
+        user-defined metrics (`report/own_metric.py`). Other calls run the stage's own forward pass."""
 
         @wraps(forward)
         def answered(*args, **kwargs) -> ModelOutput:
@@ -217,9 +219,8 @@ class Pipeline(Divided):
         return answered
 
     def _room(self, tensor: Tensor | None) -> Tensor:
-        """Returns a buffer into which the last stage's tensor can be broadcast: an empty tensor of its shape and dtype;
-        on the last stage the tensor itself, contiguous. Args: tensor: the tensor on the last stage; None on other
-        stages."""
+        """Returns a tensor for `_of_last`: on the last stage `tensor` itself, contiguous; on other stages an empty
+        tensor with the shape and dtype of the last stage's tensor. Args: tensor: None on stages other than the last."""
         box = [None if tensor is None else (tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(box, self.size - 1, device=torch.device("cpu"))
         shape, dtype = box[0]
@@ -230,7 +231,7 @@ class Pipeline(Divided):
 
         Args:
             inputs: arguments of the model's body.
-            last: called on the last stage, in place of the body.
+            last: called on the last stage, in place of the model's body.
 
         Returns:
             The result of `last` on the last stage; None on other stages.
@@ -247,7 +248,7 @@ class Pipeline(Divided):
         return None
 
     def _of_last(self, tensor: Tensor) -> Tensor:
-        """Broadcasts the last stage's tensor into `tensor` on every stage, and returns it."""
+        """Overwrites `tensor` on every stage with the last stage's tensor, and returns it."""
         dist.broadcast(tensor, self.size - 1)
         return tensor
 
@@ -260,7 +261,7 @@ class Pipeline(Divided):
         return len(self.stage.holders[p])
 
     def gathered(self, p: nn.Parameter, shard: Tensor) -> Tensor | None:
-        """Sends the full tensor from the first stage that has the weight to rank 0. Returns: the tensor on both ranks;
+        """Sends the full tensor to rank 0, from the lowest rank that has the weight. Returns: the tensor on both ranks;
         None on other ranks."""
         owner = self.stage.holders[p][0]
         if self.rank == owner:
@@ -279,25 +280,26 @@ class Pipeline(Divided):
 
 
 class WindowOfStage(nn.Module):
-    """The module that torch's schedule calls on a stage: each call of `forward` computes the next micro-batch of a
-    window, from token ids and the hidden states of the previous stage."""
+    """The module that torch's schedule calls on a stage. Each call of `forward` computes the next micro-batch of a
+    window."""
 
     def __init__(self, ranks: Pipeline, window: Window) -> None:
         super().__init__()
         self.ranks, self.window = ranks, window
         self._coming = iter(window.micro_batches)
-        # number of tokens of the largest micro-batch, to which all hidden states (rows, H) are padded
+        # number of tokens of the window's largest micro-batch; all hidden states are padded to (rows, H)
         self.rows = max(micro_batch.input_ids.numel() for micro_batch in window.micro_batches)
         self.loss_sum = torch.zeros((), dtype=torch.promote_types(ranks.stage.dtype, torch.float32), device=ranks.place)
-        self._backward = False  # True: `before_backward` was called, and `after_backward` was not called since
+        self._backward = False  # True: `before_backward` was called, and `after_backward` has not followed yet
         ranks.module.weights.last = False
 
     def forward(self, *arrived: Tensor, number: Tensor) -> Tensor:
         """Computes the next micro-batch.
 
         Args:
-            arrived: hidden states (rows, H) of the previous stage; no argument on the first stage.
-            number: (1,), index of the micro-batch. Not used, because a fake tensor of a memory plan has no value.
+            arrived: one tensor, the hidden states (rows, H) of the previous stage; empty on the first stage.
+            number: (1,), index of the micro-batch. Not used, because in a memory plan it is a fake tensor without a
+                value.
 
         Returns:
             The loss on the last stage, otherwise the hidden states (rows, H) to send.
@@ -315,18 +317,18 @@ class WindowOfStage(nn.Module):
         return leaves
 
     def before_backward(self, loss: Tensor, _: Tensor | None = None) -> Tensor | None:
-        """Calls Lightning's hooks before a backward pass. On the last stage torch's schedule calls this method as its
-        loss function, right after a forward pass; with GPipe the backward pass comes later. On other stages a hook
-        calls this method when the gradient of the stage's output has arrived. Returns: on the last stage the loss
-        divided by the window's weight and multiplied by the loss scale; None on other stages."""
+        """Calls Lightning's hooks before a backward pass. On the last stage, torch's schedule calls this method as its
+        loss function, right after each forward pass; with GPipe the backward passes come later. On other stages, a hook
+        calls this method when the gradient of the stage's output has arrived. Returns: on the last stage the loss,
+        divided by the window's weight and multiplied by the loss scale if there is one; None on other stages."""
         self._backward = True
         scaled = self._precision.pre_backward(loss / self.window.weight, self.ranks.module)
         return scaled if self.ranks.stage.last else None
 
     def after_backward(self) -> None:
         """Calls Lightning's hooks after a backward pass, if `before_backward` was called since the last call of this
-        method. Called before each forward pass and at the end of a window. So with GPipe, and at the end of a window
-        with 1F1B, these hooks are not called after each backward pass."""
+        method. Called before each forward pass and at the end of a window. So the hooks run only once after several
+        backward passes in a row: all of a window with GPipe, the last ones of a window with 1F1B."""
         if self._backward:
             self._precision.post_backward(self.loss_sum, self.ranks.module)
         self._backward = False

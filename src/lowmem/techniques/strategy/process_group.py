@@ -1,7 +1,7 @@
 """Joins the process group before the model is built, creates the strategy, and leaves the group at the end of the run.
 
-The launcher has set torchrun's environment variables (world size, master address). Without these variables, the group
-has a single process.
+The launcher sets torchrun's environment variables, such as WORLD_SIZE and MASTER_ADDR. Without these variables, the
+group has a single process.
 """
 
 import logging
@@ -28,23 +28,23 @@ from lowmem.techniques.strategy.rank_0_turns import Turns
 
 log = logging.getLogger(__name__)
 
-PLACES = ("output_dir", "cache_dir")  # keys whose values may differ between machines
+PLACES = ("output_dir", "cache_dir")  # keys whose values may differ between ranks
 
-# (DDP's Reducer, group) for groups that could not be freed, because an error's traceback still referred to DDP. Each
-# group has three threads. The next call of `leave` frees the groups whose Reducer has been freed.
+# (DDP's Reducer, group) for each group that could not be freed because an error's traceback still referred to DDP. The
+# next call of `leave` drops the groups whose Reducer has been freed; until then each group keeps three threads.
 _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
 @contextmanager
 def process_group(run: Run) -> Iterator[OneDevice]:
     """Context manager that joins the process group, yields the strategy, and leaves the group at the end, also after an
-    error. Exception: with NCCL and several ranks, the group stays open after an error until the process ends
-    (`_waits_for_others`). With strategy=auto, yields the strategy without a group. Args: run: checked settings, with a
-    known device.
+    error. With NCCL and several ranks, however, the group stays open after an error until the process ends
+    (`_waits_for_others`). A strategy for one process, such as strategy=auto, is yielded without a group. Args: run:
+    checked settings, with a known device.
 
     Raises:
-        Refused: another rank has different code, settings, or versions of torch or transformers.
-        RankLost: another rank has exited, does not respond or did not join, or another program took the port of the
+        Refused: ranks have different code, settings, or versions of torch or transformers.
+        RankLost: another rank has exited, does not respond, or did not join; or another program uses the port of the
             rendezvous.
     """
     if not run.several:
@@ -58,9 +58,9 @@ def process_group(run: Run) -> Iterator[OneDevice]:
         with ranks.turns.heartbeat():
             _compare(ranks, run)
             yield ranks
-            with ranks.rank_0_first("write the model"):  # other ranks wait here until rank 0 has done all its work
+            with ranks.rank_0_first("write the model"):  # other ranks wait until rank 0 is here
                 pass
-            ranks.barrier()  # keeps the store open until all ranks know that rank 0 is done
+            ranks.barrier()  # keeps the store open until all ranks have read that rank 0 is here
         leave(ranks)
     except Exception as error:
         if gone := lost_ranks.rank_lost(error, run.strategy.timeout):
@@ -72,14 +72,15 @@ def process_group(run: Run) -> Iterator[OneDevice]:
 
 
 def leave(ranks: OneDevice | None = None) -> None:
-    """Leaves the process group so that Python drops the last reference to it.
+    """Leaves the process group, in such an order that Python, and not C++ code, drops the last reference to the group.
 
     DDP's Reducer refers to the group from C++, and is freed while the GIL is held. If the Reducer had the last
-    reference, freeing the group would join gloo's threads with the GIL held. One of these threads may wait for the GIL,
-    to free a Python object: a deadlock. In contrast, Python drops its own reference to a group without the GIL.
+    reference, freeing the group would join gloo's threads with the GIL held. This deadlocks if one of these threads
+    waits for the GIL in order to free a Python object. A reference from Python, in contrast, is dropped with the GIL
+    released.
 
-    A group that is not freed keeps its threads until the process ends. If one of these threads waits for the GIL at
-    interpreter shutdown (on a very busy machine), Python ends the thread inside C++ code, which aborts the process.
+    A group that is not freed keeps its threads until the process ends. On a very busy machine, one of these threads may
+    wait for the GIL at interpreter shutdown. Python then ends this thread inside C++ code, which aborts the process.
 
     Args: ranks: the strategy; None: the strategy was not created.
     """
@@ -92,16 +93,16 @@ def leave(ranks: OneDevice | None = None) -> None:
 
 
 def _waits_for_others(run: Run) -> bool:
-    """Returns True if leaving the group might block. With NCCL, leaving waits for collectives in progress, and so for
-    ranks that in turn wait for this process. A process with an error could then not report the error. If the process
-    does not leave the group, the group is aborted when the process ends."""
+    """Returns True if leaving the group after an error might block. With NCCL, leaving waits for collectives in
+    progress, and so for ranks that in turn wait for this process. Then the process could not report its error. If the
+    process does not leave the group, the group is aborted when the process ends."""
     return run.device == "cuda" and dist.get_world_size() > 1
 
 
 def _join(run: Run) -> dist.Store:
     if run.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # gloo runs collectives of host tensors, because NCCL's collectives would make the card wait
+    # gloo runs collectives of host tensors; as device tensors in NCCL they would make the card wait
     backend = "cpu:gloo,cuda:nccl" if run.device == "cuda" else "gloo"
     limit = timedelta(seconds=run.strategy.timeout)
     store, number, size = (
@@ -112,8 +113,8 @@ def _join(run: Run) -> dist.Store:
 
 
 def _compare(ranks: OneDevice, run: Run) -> None:
-    """Checks that all ranks have equal code, settings, and versions of torch and transformers. Ranks that differ might
-    wait for each other forever, or train different models. Raises: Refused."""
+    """Checks that all ranks have equal code, settings (except `PLACES`), and versions of torch and transformers. Ranks
+    that differ might wait for each other until a timeout, or train different models. Raises: Refused."""
     values = {key: str(value) for key, value in run.as_dict().items() if key not in PLACES}
     values |= {"the code": _code(), "torch": torch.__version__, "transformers": transformers.__version__}
     require_same(
@@ -127,10 +128,10 @@ def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:
     Args:
         ranks: the strategy.
         values: name -> this rank's value.
-        why: end of the error message: the problem, and what to do.
+        why: continues the error message after "they": the problem, and what to do.
 
     Raises:
-        Refused: values differ; raised on all ranks.
+        Refused: values differ. All ranks raise the error.
     """
     all_values = ranks.all_gather(values)
     for number, other in enumerate(all_values):

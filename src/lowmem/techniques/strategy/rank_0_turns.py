@@ -1,7 +1,8 @@
-"""Makes other ranks wait for work of rank 0, without a time limit but with a check that rank 0 is alive.
+"""Lets the other ranks wait for work of rank 0, without a time limit but with a check that rank 0 is alive.
 
-A collective has a timeout, and during a wait in torch's store Python handles no signals. So the other ranks poll the
-store. A turn is one piece of work of rank 0, and has a key in the store:
+Neither a collective nor torch's store can do this: a collective has a timeout, and Python handles no signals during a
+blocking wait of the store. So the other ranks poll the store. A turn is one piece of work of rank 0, and has a key in
+the store:
 
     rank 0         main thread: works, then sets the key of the turn to DONE or FAILED
                    heartbeat thread: increments the value of BEAT about every second, until the run ends; after an
@@ -22,17 +23,17 @@ from lowmem.system.errors import RankLost
 
 BEAT = "rank 0"  # key in the store; its value is the number of heartbeats, or FAILED
 DONE, FAILED = "done", "failed"
-EVERY = 1.0  # maximum seconds between heartbeats, and maximum seconds to wait for a thread to end
-LOOK = 0.1  # maximum seconds between two polls; the first pauses between polls are shorter
+EVERY = 1.0  # seconds between heartbeats (less with a short timeout); also the longest wait for a thread to end
+LOOK = 0.1  # longest pause between two polls, in seconds; the first pauses are shorter
 
 
 class Turns:
-    """The turns of a run, as one rank sees them: rank 0 works, and the other ranks wait.
+    """The turns of a run, on one rank: rank 0 works, and the other ranks wait.
 
     Args:
         store: the store of the rendezvous.
         first: True: this process is rank 0.
-        timeout: seconds without a heartbeat after which rank 0 counts as lost.
+        timeout: seconds without a heartbeat after which `wait` raises RankLost.
     """
 
     def __init__(self, store: dist.Store, first: bool, timeout: float) -> None:
@@ -40,14 +41,14 @@ class Turns:
         self._count = 0
 
     def next(self) -> str:
-        """Returns the key of the next turn. All ranks must call this in the same order."""
+        """Returns the key of the next turn. All ranks must use the same sequence of turns."""
         self._count += 1
         return f"turn {self._count}"
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Context manager in which a thread of rank 0 writes heartbeats. After an error, sets BEAT to FAILED. Does
-        nothing on other ranks."""
+        """Context manager in which a thread of rank 0 writes heartbeats to the store. After an error in the context,
+        sets BEAT to FAILED. Does nothing on other ranks."""
         if not self.first:
             yield
             return
@@ -60,8 +61,8 @@ class Turns:
             outcome = DONE
         finally:
             ended.set()
-            # Join the thread, because a later heartbeat would overwrite FAILED, and a thread that still calls the store
-            # when Python ends would abort the process.
+            # Join the thread for two reasons: a later heartbeat would overwrite FAILED, and a thread that still calls
+            # the store when Python ends would abort the process.
             thread.join(EVERY)
             if outcome == FAILED:
                 self._say(BEAT, FAILED)
@@ -83,14 +84,14 @@ class Turns:
             self._say(turn, outcome)
 
     def _say(self, key: str, value: str) -> None:
-        with suppress(RuntimeError):  # the process that hosts the store is gone; the next collective raises an error
+        with suppress(RuntimeError):  # the store's process has exited; the next collective raises an error
             self.store.set(key, value)
 
     def wait(self, turn: str, work: str) -> None:
-        """Waits until rank 0 has done a turn. Args: turn: the turn's key; work: name of the work, for messages.
+        """Waits until rank 0 has ended a turn. Args: turn: the turn's key; work: name of the work, for messages.
 
         Raises:
-            RankLost: rank 0 has failed or exited, or sends no heartbeats.
+            RankLost: rank 0 has failed or exited, or has sent no heartbeat for `timeout` seconds.
         """
         look = _Look(self.store, turn)
         beat, since = None, time.monotonic()
@@ -111,11 +112,13 @@ class Turns:
 
 
 class _Look:
-    """Polls the store in a thread, because reading the store blocks if the process that hosts it is stopped."""
+    """Polls the store in a thread, because a read of the store blocks while the process that hosts the store is
+    suspended."""
 
     def __init__(self, store: dist.Store, turn: str) -> None:
         self.store, self.turn = store, turn
-        # ended: set when the polling has ended, or to end it; how: the turn's outcome; beat: the last value of BEAT
+        # ended: set by the thread when it stops polling, or by `wait` to stop it; how: the turn's outcome, FAILED until
+        # it is known; beat: the last value of BEAT
         self.ended, self.how, self.beat = threading.Event(), FAILED, None
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()

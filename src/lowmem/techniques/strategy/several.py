@@ -27,7 +27,7 @@ from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.strategy.load_in_parts import buffers
 from lowmem.techniques.strategy.rank_0_turns import Turns
 
-APART = 1_000_003  # difference between the seeds of consecutive ranks: more than the number of windows of a run
+APART = 1_000_003  # between the seeds of consecutive ranks; more than a run has windows, whose index is also added
 
 
 class Several(OneDevice):
@@ -39,13 +39,13 @@ class Several(OneDevice):
     """
 
     several = True
-    turns: Turns  # makes other ranks wait for work of rank 0
+    turns: Turns  # set by `process_group`; lets other ranks wait while rank 0 works
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.data_rank, self.data_size = self.rank, self.size
-        self.factor, self.data_group = float(self.size), dist.group.WORLD  # data_group: ranks that read different data
+        self.factor, self.data_group = float(self.size), dist.group.WORLD  # data_group: ranks over which `all_sum` sums
         self._locals: dict[nn.Parameter, nn.Parameter] = {}
 
     @staticmethod
@@ -82,11 +82,11 @@ class Several(OneDevice):
     def before_training(self, module: LightningModule) -> None:
         super().before_training(module)
         # Ranks that read different rows draw different dropout masks; ranks that compute a row together draw equal
-        # masks. The seeds differ in their lower 32 bits, because a CPU generator uses only these bits.
+        # masks. The seeds must differ in their lower 32 bits, because a CPU generator ignores the upper bits.
         torch.manual_seed(torch.initial_seed() + module.position.window + self.data_rank * APART)
 
     def release(self) -> ref | None:
-        self.data_group = None  # reference cycles in Lightning may keep this object alive longer than the group
+        self.data_group = None  # reference cycles in Lightning may keep this object, and so the group, alive
         return super().release()
 
     def local(self, p: nn.Parameter) -> nn.Parameter:
@@ -99,8 +99,8 @@ class Several(OneDevice):
         raise NotImplementedError
 
     def moved(self) -> None:
-        """Makes local parameters that are separate objects share the memory of the model's parameters again. Called
-        after Lightning has moved an undivided model to the device."""
+        """Makes local parameters share the memory of the model's parameters again, after Lightning has moved an
+        undivided model to the device. Local parameters that are the model's own parameters need no change."""
         for p, local in self._locals.items():
             if local is not p:
                 local.data = p.detach()
@@ -133,7 +133,7 @@ class Several(OneDevice):
 
 
 class LocalParameters(nn.Module):
-    """A module with the local parameters of a model, under the model's names."""
+    """A module whose `named_parameters` yields the local parameters of a model, under the model's names."""
 
     def __init__(self, ranks: Several, model: nn.Module) -> None:
         super().__init__()
@@ -148,8 +148,8 @@ class Divided(Several):
     """Base class of strategies in which a process has only a part of the parameters: shards (DTensors), or a subset of
     the full parameters.
 
-    Other code sees shards as plain tensors (`local`). If an optimizer's update is elementwise, updating the shards
-    gives the same bits as updating the full tensor.
+    Other code sees a shard as a plain tensor (`local`). An optimizer with an elementwise update computes the same bits
+    for an element of a shard as for this element of the full tensor.
     """
 
     divides = True
@@ -157,7 +157,7 @@ class Divided(Several):
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
-        # local parameter -> number of processes that have the same shard
+        # local parameter -> number of processes that have this shard
         self._holders: dict[nn.Parameter, int] = {}
         self._widened: dict[torch.dtype, torch.dtype] = {}
 
@@ -173,9 +173,9 @@ class Divided(Several):
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Context manager that lets rank 0 build the model first. Then the other ranks build the modules on the meta
-        device, without initialization, because they receive their weights from rank 0. With `in_numbers` every rank
-        builds the complete model at the same time."""
+        """Context manager for building the model: first rank 0 builds it with weights, then the other ranks build the
+        modules on the meta device, without initialization. They receive their weights from rank 0 in `shard`. With
+        `in_numbers`, which only memory plans set, the rank builds the complete model, and does not wait."""
         if self.in_numbers:
             yield
             return
@@ -183,8 +183,8 @@ class Divided(Several):
             yield
 
     def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
-        """Returns a device mesh of all processes. Args: timeout: timeout of the mesh's process groups, in seconds;
-        sizes: name of a dimension -> size of the dimension."""
+        """Returns a device mesh of all processes. Args: timeout: timeout of collectives in the mesh's process groups,
+        in seconds; sizes: name of a dimension -> number of ranks along it."""
         mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             set_timeout(group, timedelta(seconds=timeout))
@@ -199,13 +199,13 @@ class Divided(Several):
         super().before_training(module)
         for p, local in self._locals.items():
             if isinstance(p, DTensor):
-                local.data = p.detach().to_local()  # the shard may have moved, and `local` would keep the old memory
+                local.data = p.detach().to_local()  # the shard may have moved to other memory
 
     def holders(self, p: nn.Parameter) -> int:
-        """Returns the number of processes that have the same shard of a parameter as this process."""
+        """Returns the number of processes, including this one, that have this process's shard of a parameter."""
         if not isinstance(p, DTensor):
             return self.size
-        # `is_shard()` is not used: it is False for the placement of a tensor that is sharded twice along one dimension
+        # not `is_shard()`, which is False for the placement of a tensor that is sharded twice along one dimension
         sizes = (p.device_mesh.size(dim) for dim, placement in enumerate(p.placements) if placement.is_replicate())
         outside = self.size // p.device_mesh.size()
         return outside * torch.Size(sizes).numel()
@@ -235,7 +235,7 @@ class Divided(Several):
         returns the shard itself."""
         if not isinstance(p, DTensor):
             return shard
-        placed = torch.empty_like(p.detach(), dtype=shard.dtype)  # `from_local` would copy a host tensor to the card
+        placed = torch.empty_like(p.detach(), dtype=shard.dtype)  # `from_local` would copy host memory to the card
         with torch.no_grad():
             placed.to_local().data = shard
         return placed
@@ -243,8 +243,8 @@ class Divided(Several):
     def shard_of(self, p: nn.Parameter, full: Tensor) -> Tensor:
         if not isinstance(p, DTensor):
             return full
-        # From the mesh's last dimension (tensor parallelism) to its first (fully_shard), because fully_shard shards the
-        # shards of tensor parallelism.
+        # Goes from the last dimension of the mesh (tensor parallelism) to its first (fully_shard), because fully_shard
+        # has sharded the shards of tensor parallelism again.
         where = zip(p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements, strict=True)
         for size, place, placement in reversed([*where]):
             if not placement.is_replicate():
@@ -254,8 +254,8 @@ class Divided(Several):
 
 
 def in_full(tensor: Tensor) -> Tensor:
-    """Returns the full tensor of a DTensor, and a plain tensor unchanged. Gathers one mesh dimension at a time, because
-    torch warns if all dimensions are gathered in one call. A collective call."""
+    """Returns the full tensor of a DTensor; returns a plain tensor unchanged. Gathers one mesh dimension at a time,
+    because torch warns if a single call gathers all dimensions. All ranks of the mesh must call this function."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = [*tensor.placements]
@@ -274,7 +274,7 @@ class AmongSeveral(InPlace):
     def __init__(self, ranks: Several) -> None:
         super().__init__()
         self.ranks = ranks
-        # world_size stays 1, because with more Lightning runs a collective after each step
+        # world_size stays 1: with a larger value, Lightning would run a collective after each step
         self.global_rank = ranks.rank
 
     @property
@@ -292,13 +292,13 @@ class AmongSeveral(InPlace):
         return self.ranks.broadcast(obj)
 
     def save_checkpoint(self, checkpoint: dict, filepath: str | Path, storage_options: object = None) -> None:
-        """Saves a checkpoint. Called on all processes: each writes its own part of the model, or rank 0 writes the full
-        model if the strategy does not divide it."""
+        """Saves a checkpoint. Called on all processes. If the strategy divides the model, each process writes its own
+        part; otherwise rank 0 writes the full model."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
     def model_to_device(self) -> None:
-        """Moves the model to the device. If the strategy divides the model, moves only its buffers: parameters are
-        already on their device, and torch refuses to move offloaded shards."""
+        """Moves the model to the device. If the strategy divides the model, moves only the model's buffers: its
+        parameters are already on their device, and torch refuses to move offloaded shards."""
         if not self.ranks.divides:
             super().model_to_device()
             self.ranks.moved()

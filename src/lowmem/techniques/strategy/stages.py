@@ -1,7 +1,7 @@
-"""Divides a model into pipeline stages: consecutive blocks, balanced by bytes of weights.
+"""Divides a model into pipeline stages of consecutive blocks, so that the largest stage has as few bytes as possible.
 
-`pipeline.py` runs the stages. A stage is the complete Hugging Face model, in which the forward passes of other stages'
-modules are replaced:
+`pipeline.py` runs the stages. A stage is the complete Hugging Face model with replaced forward passes for the modules
+of other stages:
 
     module                       on its own stage    on other stages
     embedding (before blocks)    computes            returns zeros; hidden states of the previous stage replace them
@@ -9,13 +9,13 @@ modules are replaced:
     block                        computes            returns its input
     final norm (after blocks)    computes            returns its input
 
-Replaced modules keep their names and hooks; `Stage.empty` moves weights that the stage does not have to the meta
-device, where tensors have shapes but no memory. On every stage the model's own code creates masks, rotary embeddings
-and positions from the micro-batch's tokens and positions. The last stage computes the loss as in a run without stages.
+Replaced modules keep their names and hooks. `Stage.empty` replaces the weights of other stages by meta tensors, which
+have shapes but no memory. On every stage the model's own code creates attention masks and rotary embeddings from the
+token ids and position ids of the micro-batch. The last stage computes the loss as in a run without stages.
 
-A forward pass over two tokens finds the modules before and after the blocks. transformers' own list of these modules,
-`pp_plan`, exists for only 85 of the 189 causal architectures of transformers 5.23 (not for GPT-2), and does not
-describe the values that a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
+A forward pass over two tokens shows which modules are called before and after the blocks. transformers lists these
+modules in `pp_plan`, but only for 85 of its 189 causal architectures (transformers 5.23; not for GPT-2), and `pp_plan`
+does not describe the values that a block returns besides hidden states. Source: Huang et al. 2019, arXiv 1811.06965.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,16 +49,18 @@ class Anatomy(NamedTuple):
 
     before: list[nn.Module]  # modules before the blocks, and modules that a forward pass over token ids does not call
     blocks: list[nn.Module]
-    after: list[nn.Module]  # modules after the blocks
-    outputs: dict[nn.Module, Output]  # called module, also a block -> format of its output
+    after: list[nn.Module]  # modules after the blocks, in the order of their calls
+    outputs: dict[nn.Module, Output]  # module called in a forward pass, including blocks -> format of its output
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Finds a model's blocks, and the modules before and after them. Args: model: the complete model, on the host.
+    """Finds a model's blocks, and the modules with weights before and after the blocks. Args: model: the complete
+    model, on the host.
 
     Raises:
-        Refused: the model has no list of blocks, or cannot be divided into modules before the blocks, blocks, and
-            modules after the blocks.
+        Refused: the model has no list of blocks, or no base model separate from its head; a module that contains blocks
+            has weights of its own; the blocks are not called one after another; or a module does not return hidden
+            states.
     """
     if model.base_model is model:
         raise refused(model, "has no base model separate from its head")
@@ -79,8 +81,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
 @torch.no_grad()
 def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.Module], dict[nn.Module, Output]]:
-    """Runs a forward pass over two tokens. Returns: the watched modules in the order of their calls, and the output
-    format of each called module."""
+    """Runs a forward pass over two tokens. Returns: the watched modules in the order of their calls (once per call),
+    and the output format of each called module."""
     called, outputs = [], {}
 
     def after(module: nn.Module, _: tuple, output: object) -> None:
@@ -102,11 +104,12 @@ def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.M
 
 
 def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list[int]:
-    """Finds the division of blocks into stages that minimizes the bytes of the largest stage.
+    """Divides blocks into stages so that the largest stage has as few bytes as possible.
 
     Args:
         sizes: bytes of each block.
-        before, after: additional bytes of the first and the last stage.
+        before: bytes of the first stage in addition to its blocks.
+        after: bytes of the last stage in addition to its blocks.
         stages: number of stages.
 
     Returns:
@@ -127,10 +130,10 @@ def balanced(sizes: Sequence[int], before: int, after: int, stages: int) -> list
 
     @cache
     def best(first: int, left: int) -> tuple[int, list[int]]:
-        """Divides the blocks from `first` on into `left` stages so that the largest stage is as small as possible.
+        """Divides the blocks from index `first` to the last block into `left` stages, as `balanced` does.
 
         Returns:
-            The bytes of the largest stage, and the same list as `balanced` for these stages.
+            The bytes of the largest of these stages, and their division in the format of `balanced`.
         """
         if left == 1:
             return stage_bytes(first, count), [first, count]
@@ -148,7 +151,7 @@ class Division(NamedTuple):
 
     anatomy: Anatomy
     cuts: list[int]  # index of the first block of each stage, followed by the number of blocks
-    holders: dict[nn.Parameter, list[int]]  # parameter -> the stages that have it; several if stages share it (tied)
+    holders: dict[nn.Parameter, list[int]]  # parameter -> indices of the stages that have it; several if it is tied
 
     @property
     def stages(self) -> int:
@@ -162,8 +165,8 @@ class Division(NamedTuple):
         return [*before, *self.anatomy.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
-        """Returns the modules whose own tensors (without submodules) only other stages have. A module outside the
-        blocks is left out if its weight is tied to a weight of this stage."""
+        """Returns the modules whose own tensors, not counting tensors of submodules, exist only on other stages. So a
+        module outside the blocks is left out if its weight is tied to a weight of this stage."""
         own = {submodule for module in self.own(stage) for submodule in module.modules()}
         others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
@@ -173,14 +176,14 @@ class Division(NamedTuple):
         return any(stage in self.holders[p] for p in edge.parameters(recurse=False))
 
     def to_names(self, model: nn.Module) -> tuple:
-        """Returns the division with names instead of modules. Another process rebuilds the division with
-        `from_names`."""
+        """Returns the division as a tuple with names in place of modules, from which `from_names` rebuilds it in
+        another process."""
         names, layers = {module: name for name, module in model.named_modules()}, self.anatomy
         each = ([names[module] for module in modules] for modules in (layers.before, layers.blocks, layers.after))
         return *each, {names[module]: output for module, output in layers.outputs.items()}, self.cuts
 
     def bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's parameters, including tied parameters."""
+        """Returns the bytes of a stage's parameters. A parameter that is tied across stages counts on each of them."""
         return sum(p.nbytes for p, stages in self.holders.items() if stage in stages)
 
 
@@ -207,14 +210,15 @@ def _division(model: PreTrainedModel, layers: Anatomy, cuts: list[int]) -> Divis
 
 
 def _bytes(modules: list[nn.Module]) -> int:
-    """Returns the bytes of the modules' parameters and buffers; shared tensors count once."""
+    """Returns the bytes of the modules' parameters and buffers. A tensor that several modules share counts once."""
     tensors = {tensor: None for module in modules for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor.nbytes for tensor in tensors)
 
 
 class Stage:
     """Makes a model compute one stage, by replacing the forward passes of other stages' modules. Hidden states from the
-    previous stage are flat: (N, H). In training they are padded to the largest micro-batch of a window.
+    previous stage have the shape (N, H): N is B x T, or in training the number of tokens of the window's largest
+    micro-batch, to which smaller micro-batches are padded.
 
     Args:
         model: the complete model, changed in place.
@@ -228,7 +232,7 @@ class Stage:
         layers = division.anatomy
         self.width, self.dtype = layers.outputs[layers.blocks[0]].shape[-1], layers.outputs[layers.blocks[0]].dtype
         self.holders = division.holders
-        self.works = False  # True during a forward pass, but not during recomputation
+        self.works = False  # True within `entered`; False while backward recomputes activations
         self._entering: Tensor | None = None  # hidden states from the previous stage, for this forward pass
         self._changes = ExitStack()
         numbers = {block: number for number, block in enumerate(layers.blocks)}
@@ -245,8 +249,8 @@ class Stage:
         self._changes.close()
 
     def empty(self) -> None:
-        """Moves the parameters that this stage does not have, and the buffers of other stages' blocks, to the meta
-        device, and so frees their memory."""
+        """Replaces the parameters that this stage does not have, and the buffers of other stages' blocks, by meta
+        tensors, which need no memory."""
         replacements = {
             p: p if self.number in stages else nn.Parameter(p.detach().to("meta"), p.requires_grad)
             for p, stages in self.holders.items()
@@ -261,8 +265,8 @@ class Stage:
         self.holders = {replacements[p]: stages for p, stages in self.holders.items()}
 
     def hidden(self, **inputs: object) -> Tensor:
-        """Returns the hidden states (B x T, H) that a stage other than the last sends to the next stage. Must be called
-        within `entered`. Args: inputs: arguments of the model's body.
+        """Computes the hidden states (B x T, H) to send to the next stage. Must be called within `entered`, on a stage
+        other than the last. Args: inputs: arguments of the model's body.
 
         Raises:
             Refused: the hidden states do not have the dtype that `anatomy` found.
@@ -276,8 +280,8 @@ class Stage:
 
     @contextmanager
     def entered(self, arrived: Tensor | None, ids: Tensor) -> Iterator[None]:
-        """Context manager for a forward pass of this stage: hidden states from the previous stage replace the input of
-        block 0.
+        """Context manager for a forward pass of this stage, in which hidden states from the previous stage replace the
+        input of block 0.
 
         Args:
             arrived: hidden states (N, H) with N >= B x T; None: this is the first stage.
@@ -313,8 +317,9 @@ def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) ->
 
 
 def _passed_on(output: Output, number: int | None, *args: object, **kwargs: object) -> Tensor | tuple:
-    """Replaces the forward pass of another stage's block, or of another stage's module after the blocks: returns its
-    input. Appends zeros of width 1 to a KV cache, because a model may read the cache's length from any block.
+    """Replaces the forward pass of another stage's block, or of another stage's module after the blocks. Returns the
+    hidden states unchanged, and None for each further value of the module's output. Appends keys and values of width 1
+    to a KV cache, because a model may read the length of the cache from any block.
 
     Args:
         output: format of the module's output.
@@ -329,8 +334,8 @@ def _passed_on(output: Output, number: int | None, *args: object, **kwargs: obje
 
 
 def _zeros(output: Output, *args: object, **kwargs: object) -> Tensor:
-    """Replaces the forward pass of a module before the blocks, on stages other than the first: returns zeros (B, T,
-    width)."""
+    """Replaces the forward pass of a module before the blocks on stages other than the first. Returns zeros of the
+    module's output shape, usually (B, T, width)."""
     received = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
     leading = received.shape[: len(output.shape) - 1]
     return torch.zeros(*leading, output.shape[-1], dtype=output.dtype, device=received.device)

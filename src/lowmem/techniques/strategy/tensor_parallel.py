@@ -1,22 +1,24 @@
-"""Tensor parallelism: each rank of a group has a shard of each matrix, and all ranks compute a micro-batch together.
+"""Tensor parallelism: the ranks of a group compute each micro-batch together, each with its shards of the matrices.
 
     attention    query, key, value: sharded by heads (columns)    output: sharded by rows    -> all-reduce
     MLP          up, gate: sharded by width (columns)             down: sharded by rows      -> all-reduce
     embedding    sharded by the vocabulary                                                   -> all-reduce
     head         sharded by the vocabulary                                                   -> all-gather of logits
 
-Each of the first two lines is a pair: layers that are sharded by columns, and a layer that is sharded by rows. Within a
-pair, each rank computes only its own heads or columns. Backward needs one all-reduce per pair, of the gradient of the
-pair's input. A loss that reads the head in tiles works on each rank's own logits, without the all-gather.
+"Columns" and "rows" refer to a matrix (in, out). Each of the first two lines is a pair: layers that are sharded by
+columns, followed by a layer that is sharded by rows. Within a pair, each rank computes only its own heads or columns.
+In backward, one all-reduce per pair sums the gradient of the pair's input. A loss that reads the head in tiles needs no
+all-gather: each rank computes with its own part of the logits.
 
-Each of N ranks stores 1/N of the sharded weights, of their gradients and optimizer state, and of the activations within
-a pair. Norms, biases that are added after an all-reduce, and hidden states are replicated on all ranks. Embedding and
-head are replicated too if the vocabulary is not divisible by N (GPT-2 has 50257 tokens). The ranks of a group have
-equal random states, so replicated tensors get equal dropout masks. For attention each rank draws only the masks of its
-own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; mesh, sharded parameters and collectives are torch's DTensor.
+Each of the N ranks of a group stores 1/N of the sharded weights, of their gradients and optimizer state, and of the
+activations within a pair. Norms, hidden states, and biases that are added after an all-reduce are replicated on all
+ranks of the group. Embedding and head are replicated too if they cannot be sharded (`_divide_ends`). For example, the
+vocabulary of GPT-2 has 50257 = 29 x 1733 tokens. The ranks of a group have equal random states, so replicated tensors
+get equal dropout masks. In attention, each rank draws only the masks of its own heads. Source: Shoeybi et al. 2019,
+arXiv 1909.08053; torch's DTensor provides mesh, sharded parameters and collectives.
 
-The tensor-parallel plan of a transformers model (`tp_plan`) lists how each layer is sharded. GPT-2 does not have a plan
-in transformers, so its plan is in this module. torch's `parallelize_module` applies the plan, with the styles of
+The tensor-parallel plan of a transformers model (`tp_plan`) maps names of layers to sharding styles. transformers has
+no plan for GPT-2, so this module contains one. torch's `parallelize_module` applies the plan, with the styles of
 `parallel_styles.py`.
 """
 
@@ -39,7 +41,7 @@ from lowmem.techniques.strategy.several import Divided, in_full
 
 log = logging.getLogger(__name__)
 
-QKV, FUSED = "colwise_qkv", 3  # style of a layer with query, key and value in one matrix, and the number of matrices
+QKV, FUSED = "colwise_qkv", 3  # style of a layer that concatenates query, key and value; and their number
 # Model type -> plan, for models without a plan in transformers
 PLANS = {
     "gpt2": {
@@ -49,23 +51,25 @@ PLANS = {
         "transformer.h.*.mlp.c_proj": "rowwise",
     }
 }
-SUMMED = "replicated_with_grad_allreduce"  # norms that are applied per head: each rank has only its heads' gradient
+SUMMED = "replicated_with_grad_allreduce"  # for example q_norm: a rank has the gradient of its own heads only
 COLUMNS = ("colwise", QKV, "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
-# style -> the LoRA matrix (A or B in x A B) that is sharded like the layer; the other matrix is replicated
+# style -> the LoRA matrix (A or B in x A B) that is sharded like the layer; the second matrix is replicated
 SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}
-# Tolerances of `_compare`. SAME is relative to the norm of a gradient: differences due to rounding are far smaller, and
-# differences between the gradients of different heads are far larger.
+# Tolerances of `_compare`. SAME is relative to the norm of the compared gradient. Rounding causes far smaller
+# differences, and a missing all-reduce far larger ones.
 SAME = 1e-3
-NOISE = 1e-6  # relative to the largest norm of all gradients: smaller norms are only rounding errors
-NUMBER = r"(?<=\.)\d+(?=\.|$)"  # index of a block, written as * in a plan
+NOISE = 1e-6  # relative to the largest norm of all gradients: differences below this are rounding errors
+NUMBER = r"(?<=\.)\d+(?=\.|$)"  # matches the index of a block, which a plan writes as *
 
 
 def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
-    """Shards the matrices of a model in place: parameters become DTensors, and their layers compute with the shards.
+    """Shards the matrices of a model in place: their parameters become DTensors, and the layers compute with this
+    rank's shards.
 
     Args:
-        network: the complete model with its adapter, if any; in a run on the meta device, and equal on all ranks.
+        network: the complete model with its adapter, if any. In a run it is on the meta device, with the same modules
+            on all ranks.
         group: the ranks.
 
     Returns:
@@ -85,8 +89,8 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns module name -> style for the modules that are sharded or have the style `SUMMED`, without embedding and
-    head.
+    """Returns name -> style for the layers that the model's plan shards, and for modules with the style `SUMMED`.
+    Excludes embedding and head, which `_divide_ends` shards.
 
     Raises:
         Refused: the model has no plan, or layers that cannot be sharded.
@@ -118,7 +122,7 @@ def _check_kind(network: nn.Module, name: str, module: nn.Module) -> None:
 
 def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> None:
     """Checks that heads and widths are divisible by the number of ranks. Raises: Refused."""
-    # True: tensor_parallel_size sets the size of a group, so another number of devices would not help
+    # True: the ranks are divided into groups, so the message must not propose another number of devices
     grouped = dist.is_initialized() and size < dist.get_world_size()
     counts = {name: _counted(network, name, style) for name, style in styles.items() if style != SUMMED}
     for name, (count, unit) in counts.items():
@@ -134,7 +138,8 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
 
 
 def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
-    """Returns how many units a layer can be divided into, and what the units are: heads, rows or columns."""
+    """Returns the number of units that must be divisible by the number of ranks, and the name of the unit: heads, or
+    rows or columns of a matrix (out, in)."""
     layer, attention = _base(network.get_submodule(name)), network.get_submodule(name.rpartition(".")[0])
     out, entering = reversed(layer.weight.shape) if type(layer) is Conv1D else layer.weight.shape
     if style in ROWS:
@@ -154,8 +159,8 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 
 def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
-    """Returns module name -> style for `parallelize_module`: all sharded layers, and the sharded matrices of their
-    adapters (see `SMALL`)."""
+    """Returns module name -> torch's style object, for `parallelize_module`: the layers of `styles` that are sharded,
+    and the sharded matrices of their adapters (see `SMALL`)."""
     made = {
         "colwise": Colwise(group),
         QKV: Colwise(group, FUSED),
@@ -173,8 +178,9 @@ def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str,
 
 
 def _divide_ends(network: PreTrainedModel, group: Group) -> None:
-    """Shards embedding and head along the vocabulary, in place. Both stay replicated if either has a number of rows
-    that is not divisible by the number of ranks, if either is not a plain torch module, or if the head has a bias."""
+    """Shards embedding and head along the vocabulary, in place. Both stay replicated if the rows of either are not
+    divisible by the number of ranks, if the embedding is not an nn.Embedding, if the head is not an nn.Linear, or if
+    the head has a bias."""
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
@@ -210,7 +216,7 @@ class TensorParallel(Divided):
         self.data_rank, self.group = self.mesh["data"].get_local_rank(), Group(self.mesh["tensor"])
         self.factor, self.data_group = float(self.data_size), self.mesh["data"].get_group()
         self._styles: dict[nn.Parameter, str | None] = {}  # parameter -> style of its module; None: not in the plan
-        self._compared = False  # True: `_compare` was called with finite gradients
+        self._compared = False  # True: `_compare` has compared finite gradients
 
     @staticmethod
     def data_ranks(devices: int, tensor_parallel_size: int | None = None, **_: object) -> int:
@@ -236,19 +242,18 @@ class TensorParallel(Divided):
         return divide(module.model, self.group)
 
     def _dim(self, p: nn.Parameter) -> int | None:
-        """Returns the dimension along which tensor parallelism shards a parameter, or None if it does not shard the
-        parameter."""
+        """Returns the dimension along which tensor parallelism shards a parameter; None for replicated parameters."""
         ours = isinstance(p, DTensor) and p.device_mesh.mesh_dim_names[-1:] == self.group.mesh.mesh_dim_names
         return p.placements[-1].dim if ours else None
 
     def _fused_dim(self, p: nn.Parameter) -> int | None:
-        """Returns the sharded dimension of a parameter in which query, key and value are concatenated; None for other
+        """Returns the sharded dimension of a parameter that concatenates query, key and value; None for other
         parameters."""
         return self._dim(p) if self._styles[p] == QKV else None
 
     def gather_gradients(self) -> None:
-        """Also all-reduces the gradients of parameters with the style `SUMMED`, because each rank has only the sum over
-        its own heads. Raises: Refused: see `_compare`."""
+        """Also all-reduces the gradients of parameters with the style `SUMMED`, because autograd sums them only over
+        the rank's own heads. Raises: Refused: see `_compare`."""
         super().gather_gradients()
         replicated = {p: self.local(p).grad for p in self._styles if self._dim(p) is None}
         replicated = {p: gradient for p, gradient in replicated.items() if gradient is not None}
@@ -260,11 +265,11 @@ class TensorParallel(Divided):
             self._compare(replicated)
 
     def _compare(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Compares the gradient norms of replicated parameters between the ranks of a group, before the first step. If
-        a plan lacked an all-reduce, the copies of a replicated weight would silently diverge.
+        """Compares the gradient norms of replicated parameters between the ranks of a group, in windows up to the first
+        one with finite norms. If a plan lacked an all-reduce, the copies of a replicated weight would silently diverge.
 
         Raises:
-            Refused: the gradients differ.
+            Refused: the norms differ.
         """
         norms = torch.stack([gradient.float().norm() for gradient in gradients.values()])
         least, most = self.group.all_reduced(torch.stack([-norms, norms]), dist.ReduceOp.MAX)
@@ -278,8 +283,8 @@ class TensorParallel(Divided):
                 )
 
     def as_dtensor(self, p: nn.Parameter, shard: Tensor) -> Tensor:
-        """Returns a shard as a DTensor, like `Divided.as_dtensor`. For a fused matrix returns the full tensor instead,
-        because its concatenated shards have a different order."""
+        """Returns a shard as a DTensor, like `Divided.as_dtensor`. For a fused matrix, returns the full tensor instead,
+        because the concatenated shards are not in the order of the matrix."""
         placed, dim = super().as_dtensor(p, shard), self._fused_dim(p)
         return placed if dim is None else swapped(in_full(placed), dim, self.group.size, FUSED)
 

@@ -1,9 +1,9 @@
-"""Learning-rate schedules: each multiplies `lr` by a function of the number of completed optimizer steps.
+"""Learning-rate schedules. Each multiplies `lr` by a function of the number of completed optimizer steps.
 
-Skipped steps, such as steps with overflowed gradients, do not count. A yaml in conf/scheduler sets all arguments of a
-schedule except the optimizer. `warmup` is a fraction of `total_steps`, and replaces `warmup_steps` if it is not None. A
-resumed run takes the number of completed steps from the checkpoint, and `lr` and all other arguments from its own
-settings.
+Skipped steps, such as steps with overflowed gradients, do not count. A yaml in conf/scheduler sets the arguments of a
+schedule except the optimizer. If `warmup` is not None, the warm-up takes this fraction of `total_steps`, and
+`warmup_steps` is ignored. A resumed run takes the number of completed steps from the checkpoint, and `lr` and all other
+arguments from its own settings.
 """
 
 import math
@@ -29,11 +29,11 @@ class Schedule(LambdaLR):
         super().__init__(optimizer, factor)
 
     def at(self, step: int) -> float:
-        """Returns the learning rate of a step, for the first parameter group. Args: step: index of the step, from 0."""
+        """Returns the learning rate of the first parameter group in a step. Args: step: index of the step, from 0."""
         return float(self.base_lrs[0]) * self.lr_lambdas[0](step)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Continues at the saved step, with this run's `lr` instead of the saved `lr`, which torch would restore."""
+        """Continues at the saved step, with this run's `lr`. torch's own method would restore the saved `lr`."""
         step = state_dict["last_epoch"]
         rates = [lr * factor(step) for lr, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         own = {"base_lrs": self.base_lrs, "warm_up": self.warm_up}
@@ -69,7 +69,7 @@ def _rising(warmup_steps: int, total_steps: int, warmup: float | None) -> int:
 
 
 def _schedule(optimizer: Optimizer, warmup_steps: int, after: Callable[[int], float]) -> Schedule:
-    # the first step of a warm-up has the factor 1 / warmup_steps, because a step with lr = 0 would have no effect
+    # the first step of a warm-up has the factor 1 / warmup_steps and not 0, because a step with lr = 0 has no effect
     def factor(step: int) -> float:
         return (step + 1) / warmup_steps if step < warmup_steps else after(step)
 
@@ -82,7 +82,7 @@ def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
 
 
 def preview(schedule: Callable[[Optimizer], LRScheduler], lr: float) -> Schedule | None:
-    """Returns the schedule of a run whose optimizer does not exist yet, or None if `schedule` creates another class
-    than `Schedule`. Args: schedule: creates the schedule of an optimizer; lr: the learning rate."""
+    """Returns the schedule of a run before its optimizer exists. Returns None if `schedule` creates an object that is
+    not a `Schedule`. Args: schedule: creates the schedule of an optimizer; lr: the learning rate."""
     made = schedule(SGD([nn.Parameter(torch.zeros(()))], lr))
     return made if isinstance(made, Schedule) else None

@@ -1,15 +1,15 @@
-"""Compiles a model's blocks: torch.compile fuses the operators of a block, which saves memory traffic and time.
+"""Compiles a model's blocks with torch.compile, which fuses operators of a block. This saves memory traffic and time.
 
 Only the `forward` of each block is compiled. Hooks and activation checkpointing stay outside of the compiled code, so
-streaming, sharding and recomputation work as without compilation. Equal blocks share a graph, so compilation time does
-not grow with depth. The model is not compiled as a single graph, because a graph with checkpointed blocks would store
-the activations of several blocks at once (pytorch issue 193193).
+streaming, sharding and recomputation work as they do without compilation. Blocks with equal code and shapes share a
+graph, so compilation time hardly grows with depth. The model is not compiled as a single graph, because a graph that
+contains checkpointed blocks would store the activations of several blocks at once (pytorch issue 193193).
 
-With an activation memory budget, torch.compile also decides which activations each block saves for backward: it makes
-the fastest choice within the budget. This is activation checkpointing by the compiler, so use the budget with
+With an activation memory budget, torch.compile also decides which activations each block saves for backward: within the
+budget, it minimizes the time of recomputation. This is activation checkpointing by the compiler, so use the budget with
 gradient_checkpointing=none.
 
-Evaluations and samples run without compilation, because their shapes vary, and new shapes may be compiled again.
+Evaluations and samples run without compilation, because their shapes vary, and torch may compile again for a new shape.
 
 Source: pytorch.org/docs/stable/generated/torch.compile.html, "regional compilation".
 """
@@ -26,8 +26,8 @@ from lowmem.system.errors import Refused
 from lowmem.system.torch_private import allow_graphs, compilation_errors, has_memory_budget, within_budget
 
 # Maximum number of graphs per kind of block. Rows that are packed to seq_len have one shape, except at the end of an
-# epoch; with data.packing=padded the length differs between micro-batches. From the second shape on, torch compiles
-# with dynamic sizes, so a few graphs are enough.
+# epoch. With data.packing=padded, micro-batches differ in length. From the second shape on, torch compiles with dynamic
+# sizes, so a few graphs are usually enough.
 MOST_GRAPHS = 64
 
 
@@ -36,21 +36,23 @@ def none(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: float | None = None) -> None:
-    """Replaces the forward pass of each block by a compiled version. torch compiles it at the first call in training.
+    """Replaces the forward pass of each block by a version that torch compiles at its first call in training.
 
     Args:
         model: the model.
-        backend: inductor generates code; aot_eager only traces graphs, and needs no compiler;
-            aot_eager_decomp_partition also traces without a compiler, and decides which activations to save.
-        activation_memory_budget: fraction of the activations' bytes that is saved for backward, from 0 (only a block's
-            input) to 1. torch recomputes the activations that are fastest to recompute. None: torch's default of 1.
+        backend: backend of torch.compile. inductor generates and compiles code. aot_eager runs the traced graphs
+            without generated code, so it needs no C++ compiler. aot_eager_decomp_partition does the same, with
+            inductor's decompositions and its rules for saving activations.
+        activation_memory_budget: fraction of the activations' bytes that a block may save for backward, from 0 (only
+            the block's input) to 1. torch recomputes the activations that take the least time to recompute. None:
+            torch's default of 1.
 
     Raises:
-        Refused: the budget is not between 0 and 1, or this version of torch does not support budgets; the model has no
-            list of blocks. A call of a block in training also raises Refused, if torch.compile fails.
+        Refused: the budget is not between 0 and 1; this version of torch does not support budgets; or the model has no
+            list of blocks. A block's call in training also raises Refused, if torch.compile fails.
     """
     _check(activation_memory_budget)
-    torch.compiler.reset()  # graphs of earlier jobs of a sweep would count against the limit
+    torch.compiler.reset()  # graphs of earlier jobs of a sweep would count toward MOST_GRAPHS
     for block in blocks(model):
         block.forward = _compiled(block, backend, activation_memory_budget)
 
@@ -85,7 +87,7 @@ def _compiled(block: nn.Module, backend: str, budget: float | None) -> Callable:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the first line of torch's error message, and the line with the explanation, if any."""
+    """Returns the first line of torch's error message, followed by the explanation in a later line, if any."""
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     explained = [line.partition("Explanation: ")[2] for line in others if "Explanation: " in line]
     return ": ".join([first, *explained[:1]]).rstrip(".")

@@ -1,10 +1,10 @@
-"""Activation (gradient) checkpointing: saves the input of each segment of blocks, and recomputes other activations.
+"""Activation (gradient) checkpointing: saves the input of each segment of blocks, and recomputes the other activations.
 
 Each yaml in conf/gradient_checkpointing selects a function of this module, which changes a model in place before
-training. Activation memory shrinks to one boundary (the input (batch, tokens, width) of the segment's first block) per
-segment, plus the activations of a single segment during its backward pass; `selective` keeps further results. Costs one
-more forward pass, which adds up to a third to the time of a step. Source: Chen et al. 2016, arXiv 1604.06174. A segment
-is one block or several:
+training. For each segment, memory then holds one boundary, which is the input (batch, tokens, width) of the segment's
+first block. All activations of a segment exist at the same time only during its backward pass. `selective` and
+`offload_attention` save further results. Costs one more forward pass, which adds up to a third to the time of a step.
+Source: Chen et al. 2016, arXiv 1604.06174. A segment is one block or several:
 
     one block         `Alone`: torch's non-reentrant checkpoint around the block's forward pass
     several blocks    `Segment`: a Hugging Face model calls its blocks one by one, with separate arguments. So a
@@ -36,8 +36,8 @@ def none(model: nn.Module) -> None:
 
 
 def every_layer(model: nn.Module) -> None:
-    """Saves only the input of each block. Memory for n blocks: n boundaries, and during backward the activations of one
-    block."""
+    """Saves only the input of each block. For n blocks, memory holds n boundaries, and during backward the activations
+    of one block."""
     segments(model, 1)
 
 
@@ -46,8 +46,8 @@ def segments(model: nn.Module, k: int | None = None) -> None:
 
     Args:
         model: the model.
-        k: blocks per segment. Memory for n blocks: n / k boundaries, and during backward the activations of k blocks.
-            None: about sqrt(n) segments of about sqrt(n) blocks.
+        k: blocks per segment. For n blocks, memory holds n / k boundaries, and during backward the activations of k
+            blocks. None: about sqrt(n) segments of about sqrt(n) blocks.
 
     Raises:
         Refused: k is not a whole number of at least 1, or the model has no list of blocks.
@@ -64,23 +64,25 @@ def segments(model: nn.Module, k: int | None = None) -> None:
 
 
 def selective(model: nn.Module) -> None:
-    """Saves the block inputs and the results of matrix products and attention, except results that the model changes in
-    place. Backward recomputes all other activations, which takes little time."""
+    """Saves the block inputs, and the results of matrix products and fused attention that the model does not change in
+    place. Backward recomputes all other activations. This takes little time, except for experts that are computed by
+    grouped products."""
     for block in blocks(model):
         Alone(block, contexts=kept_results.contexts)
 
 
 def offload(model: nn.Module) -> None:
-    """Like `every_layer`, but stores the block inputs in host memory. The input of block n is copied back to the device
-    while backward computes block n + 1."""
+    """Like `every_layer`, but stores the block inputs in host memory. While backward computes block n + 1, the input of
+    block n is copied back to the device."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         Alone(block, boundary=partial(chain.make, number))
 
 
 def offload_attention(model: nn.Module) -> None:
-    """Like `offload`, but also stores the results of attention in host memory. So backward does not recompute
-    attention, whose time grows with the square of the sequence length. Eager attention is still recomputed."""
+    """Like `offload`, but also stores the results of fused attention in host memory. So backward does not recompute
+    attention, whose time grows with the square of the sequence length. Attention that does not run in one of torch's
+    fused kernels, such as eager or flex attention, is still recomputed."""
     chain = Chain()
     for number, block in enumerate(blocks(model)):
         send = partial(chain.make, number)
@@ -109,7 +111,7 @@ class Alone(Recomputed):
     Args:
         block: the block, whose `forward` is replaced.
         boundary: creates the boundary that stores the block's input until backward.
-        contexts: returns (context of the forward pass, context of the recomputation), as torch's `context_fn` does.
+        contexts: returns (context of the forward pass, context of the recomputation); passed to torch as `context_fn`.
     """
 
     def __init__(
@@ -126,8 +128,8 @@ class Alone(Recomputed):
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
         boundary, call = self.boundary(_hidden(args, kwargs)), BlockCall(self.block, args, kwargs)
-        # `run` removes the call from the list before calling it, because its arguments refer to the block's input, and
-        # until backward only the boundary may refer to this input.
+        # A list, so that `run` can drop the call, whose arguments refer to the block's input. Until backward only the
+        # boundary may refer to this input.
         first_call = [partial(self.forward, *args, **kwargs)]
 
         def run() -> object:
@@ -137,17 +139,17 @@ class Alone(Recomputed):
 
 
 class Segment(Recomputed):
-    """A segment of several consecutive blocks: saves only the input of the first block. If the model changes the hidden
-    states between two blocks, a new segment begins there."""
+    """A segment of several consecutive blocks, which saves only the input of the first block. If a block does not get
+    the tensor that the previous block has returned, a new segment begins at this block."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.blocks = blocks
         self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
         self._calls: list[BlockCall] = []
-        self._output: Tensor | None = None  # output of the previous block, to detect changes between blocks
+        self._output: Tensor | None = None  # hidden states that the previous block returned
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
-            # always_call, because a checkpoint that stays open after an exception would affect the next job of a sweep
+            # always_call: after an exception, a checkpoint that stays open would affect the next job of a sweep
             block.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _before(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -156,7 +158,7 @@ class Segment(Recomputed):
         _refuse_cache(block, args, kwargs)
         entered = _hidden(args, kwargs)
         if self._pass is not None and entered is not self._output:
-            self._close()  # the model changed the hidden states between two blocks
+            self._close()  # the model replaced the hidden states between two blocks
         if self._pass is None:
             self._calls = []
             repeat = partial(self._repeat, OnDevice(entered), self._calls)
@@ -180,8 +182,8 @@ class Segment(Recomputed):
 
 
 class BlockCall:
-    """The arguments of a block's call other than the hidden states, and the random states before the call. `again`
-    repeats the call with given hidden states."""
+    """A call of a block: its arguments without the hidden states, and the random states before it. `again` repeats the
+    call with given hidden states and the same random states."""
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = _hidden(args, kwargs)
@@ -207,5 +209,5 @@ def _refuse_cache(block: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def _hidden(args: tuple, kwargs: dict) -> Tensor:
-    """Returns the hidden states of a call: the first argument, or the argument `hidden_states`."""
+    """Returns the hidden states of a call: the first positional argument, or else the argument `hidden_states`."""
     return args[0] if args else kwargs["hidden_states"]

@@ -1,17 +1,18 @@
-"""Selective activation checkpointing: saves the results of expensive operators, and recomputes all other results.
+"""Selective activation checkpointing: saves the results of expensive operators, and recomputes the results of all
+others.
 
-Matrix products and attention take nearly all of a block's time, but their results are only about a third of the block's
-activations. Two dispatch modes are the contexts of torch's checkpoint:
+In a typical block, matrix products and attention take nearly all of the time, but their results are only about a third
+of the bytes of activations. torch's checkpoint runs the forward pass and the recomputation in two dispatch modes:
 
     forward          Keep        appends the results of expensive operators to a queue
     recomputation    HandBack    returns the results from the queue, in order, instead of running the operators
 
-A model may change a result in place (Gemma 3n adds to a product). If the recomputation returned the changed result, the
-change would be applied twice. So a result that was changed before the recomputation, by its own block or by later code
-of the model, is recomputed. To detect changes, `Keep` records the version counters of all tensors in the block that
-share memory with a result. torch's `create_selective_checkpoint_contexts` compares only the version counter of the
-product. This comparison misses changes to the output of a linear layer, which shares the product's memory, but has a
-separate version counter. Results in host memory (`SentResult`) are copies, so changes after the copy do not matter.
+A model may change a result in place (Gemma 3n adds to a product). If the recomputation took the changed result from the
+queue, the change would be applied twice. So a result is recomputed if its own block or later code of the model has
+changed it. To detect changes, `Keep` records the version counters of those tensors in the block that share memory with
+a result. torch's `create_selective_checkpoint_contexts` compares only the version counter of the product. The output of
+a linear layer shares the product's memory, but has a separate version counter, so torch's comparison misses changes to
+this output. Results in host memory (`SentResult`) are copies, so changes after the copy do not matter.
 """
 
 from collections import deque
@@ -37,7 +38,7 @@ from lowmem.system.torch_private import (
 from lowmem.techniques.gradient_checkpointing.boundary import Boundary
 
 aten = torch.ops.aten
-# without aten._grouped_mm, which computes mixtures of experts: its results are recomputed
+# not in this list: aten._grouped_mm, the product of mixtures of experts, whose results are recomputed
 EXPENSIVE = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *ATTENTION,
@@ -49,7 +50,7 @@ _paused = ContextVar("paused", default=False)
 @contextmanager
 def paused() -> Iterator[None]:
     """Context manager in which `Keep` saves no results, and `HandBack` takes no results from the queue. `slices.py`
-    enters this context for the forward pass of the slices, because it recomputes the slices itself in backward, after
+    enters this context to compute slices in a forward pass, because its own backward pass recomputes them, outside of
     the recomputation of the block."""
     token = _paused.set(True)
     try:
@@ -59,11 +60,11 @@ def paused() -> Iterator[None]:
 
 
 class KeptResult:
-    """A saved result of an operator, with the version counters of the tensors that share its memory."""
+    """A saved result of an operator, with version counters of tensors that share its memory."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         self.func, self._out = func, tree_map_only(Tensor, _alias, out)
-        self._seen: list[tuple[Tensor, int]] = []  # (tensor, version counter when it was seen)
+        self._seen: list[tuple[Tensor, int]] = []  # (tensor, its version counter when `see` was called)
         self.changed = False  # True: an operator of the block has changed the result in place
         self._generator = _drew_from(func, args, kwargs)
         self._random_state = self._generator.get_state() if self._generator is not None else None
@@ -74,28 +75,28 @@ class KeptResult:
         self._seen.append((alias, alias._version))
 
     def out(self) -> object | None:
-        """Returns the result; None: the result was changed in place, and is no longer stored."""
+        """Returns the result. Returns None, and drops the result, if it was changed in place."""
         if self.changed or any(tensor._version != version for tensor, version in self._seen):
             self._out, self._seen = None, []
         return self._out
 
     def hand_back(self) -> object | None:
-        """Returns the result, or None like `out`. If the operator drew random numbers and is skipped, advances its
-        generator as if the operator had run."""
+        """Returns what `out` returns. If the operator need not run again, but drew random numbers in the forward pass,
+        sets its generator to the state after these numbers."""
         if (out := self.out()) is not None and self._generator is not None:
             self._generator.set_state(self._random_state)
         return out
 
 
 class SentResult(KeptResult):
-    """A result that `send` stores, for example in host memory. Args: send: stores a tensor, and returns its
-    `Boundary`."""
+    """A saved result of which each tensor is stored by `send`, for example in host memory. Args: send: stores a tensor,
+    and returns its `Boundary`."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object, send: Callable) -> None:
         super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(OffloadedTensor, send=send), out))
 
     def see(self, tensor: Tensor) -> None:
-        """Does nothing, because in-place changes to the tensor do not affect the stored copy."""
+        """Does nothing, because changes to the tensor do not reach the stored copy."""
 
     def out(self) -> object:
         return self._out
@@ -105,8 +106,8 @@ class SentResult(KeptResult):
 
 
 class OffloadedTensor:
-    """A tensor that `send` stores. Its dimensions are stored in the order of their strides, because results of
-    attention are transposed, and fetching must restore their strides."""
+    """A tensor that `send` stores. The results of attention are transposed tensors, and `fetch` must restore their
+    strides. So the tensor is stored with its dimensions in descending order of strides."""
 
     def __init__(self, tensor: Tensor, send: Callable[[Tensor], Boundary]) -> None:
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -125,7 +126,7 @@ class Mode(TorchDispatchMode):
         operators: operators whose results are saved.
     """
 
-    supports_higher_order_operators = True  # operators such as flex attention
+    supports_higher_order_operators = True  # such as flex attention; otherwise torch refuses them in this mode
 
     def __init__(self, results: deque[KeptResult], operators: Collection[OpOverload]) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class Keep(Mode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in _written(func, args, kwargs or {}):  # operators like `_foreach_mul_` do not increase the version
+        for tensor in _written(func, args, kwargs or {}):  # some, like `_foreach_mul_`, do not increase versions
             if (result := self._by_storage.get(storage_key(tensor))) is not None:
                 result.changed = True
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -167,8 +168,8 @@ class Keep(Mode):
 
 
 class HandBack(Mode):
-    """The mode of the recomputation: takes results from the queue in place of running their operators. An operator
-    whose result was changed in place runs again."""
+    """The mode of the recomputation: takes results from the queue instead of running the operators. Runs an operator
+    again if its result was changed in place."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in self.operators and not _paused.get():
@@ -187,14 +188,14 @@ class HandBack(Mode):
 
 
 def contexts() -> tuple[Keep, HandBack]:
-    """Returns (mode of a block's forward pass, mode of its recomputation), with a common queue."""
+    """Returns (mode of a block's forward pass, mode of its recomputation). Both modes use the same queue."""
     results: deque[KeptResult] = deque()
     return Keep(results, EXPENSIVE, KeptResult), HandBack(results, EXPENSIVE)
 
 
 def attention_contexts(send: Callable[[Tensor], Boundary]) -> tuple[Keep, HandBack]:
-    """Like `contexts`, but saves only the results of attention, with `send`, and recomputes all other results. Args:
-    send: stores a tensor, and returns its `Boundary`."""
+    """Like `contexts`, but saves only the results of fused attention, and stores them with `send`. Args: send: stores a
+    tensor, and returns its `Boundary`."""
     results: deque[KeptResult] = deque()
     return Keep(results, ATTENTION, partial(SentResult, send=send)), HandBack(results, ATTENTION)
 
@@ -209,9 +210,9 @@ def _written(func: OpOverload, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator | None:
-    """Returns the random number generator that an operator draws from, or None if the operator does not draw. Of the
-    operators whose results are saved, only attention with dropout draws. If the recomputation skips such an operator,
-    it must advance the generator, because otherwise the next dropout would not draw the numbers of the forward pass."""
+    """Returns the generator from which an operator drew random numbers, or None if it drew none. Of the operators whose
+    results are saved, only attention with dropout draws random numbers. If the recomputation skips such an operator, it
+    must advance the generator. Otherwise the next dropout would not draw the same numbers as in the forward pass."""
     values = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     if not values.get("dropout_p"):
         return None
@@ -219,7 +220,7 @@ def _drew_from(func: OpOverload, args: tuple, kwargs: dict) -> torch.Generator |
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Returns a tensor that shares the memory and the version counter of `tensor`. The returned tensor is detached,
-    because a tensor with a reference to the autograd graph would be part of a reference cycle."""
+    """Returns a detached tensor that shares the memory and the version counter of `tensor`. It is detached because a
+    reference to the autograd graph, which owns the saved results, would create a reference cycle."""
     with enable_reentrant_dispatch():  # inside a dispatch mode, detach() would create a new version counter
         return tensor.detach()

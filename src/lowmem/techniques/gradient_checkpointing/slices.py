@@ -1,39 +1,40 @@
-"""Computes modules that process each token independently (MLPs, norms) one slice of the sequence at a time.
+"""Computes modules that process each token independently (MLPs, norms) for one slice of the sequence at a time.
 
-`tile.tokens` sets the number of tokens per slice. The MLP of a block saves about six tensors of (batch, tokens, 3 to 4
-times the width) for backward, far more than the rest of the block. The result for a token does not depend on other
-tokens, so slices give equal results, up to rounding. The forward pass saves only the module's input. Backward
-recomputes each slice just before it computes the slice's gradients, so only the activations of one slice exist at a
-time. Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
+`tile.tokens` sets the number of tokens per slice. For backward, the MLP of a Llama block saves about six tensors of
+(batch, tokens, 3 to 4 times the width), far more than the rest of the block. A token's result does not depend on other
+tokens, so slices give the results of the whole sequence, up to rounding. The forward pass saves only the module's
+input. Backward recomputes each slice just before it computes the slice's gradients, so only the activations of one
+slice exist at a time. Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
 
     forward     _EndRecomputation    saves x (B, T, H)
                 _InSlices            computes the slices without gradients, saves nothing
     backward    _InSlices            reads x from _EndRecomputation's saved tensors; for each slice: forward, backward
 
-A checkpointed block needs less additional computation. torch stops a recomputation as soon as all saved tensors of the
-block are restored ("early stop"). If x is the last tensor that the block saves, the recomputation ends before the
-module, and only `_InSlices` repeats the module's forward pass.
+In a checkpointed block, slices add less computation than in a block without checkpointing. torch stops the
+recomputation of a block as soon as all tensors that the block saves exist again ("early stop"). If x is the last of
+these tensors, the recomputation ends before the module, and only `_InSlices` repeats the module's forward pass.
 
 Cost in time: without checkpointing, one more forward pass of these modules. With checkpointing, one of the three
-products of a Llama MLP is computed once more, which is 5 % of a step. If another tensor is saved after the MLP, for a
-norm (Gemma 2) or for the next block of a segment, all three products are computed once more. A measurement on a CPU (3
-blocks of width 512 with MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens): activations take 37 MiB
-instead of 55 MiB, and a step takes 1.17 times as long. The slices of the norms contribute 4 MiB to the saving, and 0.1
-to the factor 1.17.
+products of a Llama MLP is computed once more, which takes about 5 % of a step. If the block saves another tensor after
+the MLP, for a norm (Gemma 2) or for the next block of a segment, all three products are computed once more. In a
+measurement on a CPU (3 blocks of width 512 with MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens),
+activations took 37 MiB instead of 55 MiB, and a step took 1.17 times as long as without slices. Slices of the norms
+account for 4 MiB of the saving, and for 0.1 of the factor 1.17.
 
-Cost in memory: the gradients of a module's weights are summed over its slices in fp32, 4 bytes per trained weight,
-during the module's backward pass. 16-bit sums would take half of this memory, but have larger rounding errors. In a
-measurement (a matrix of 1376 x 512, 2048 tokens) fp32 sums had 1.4 times the error of a single product over all tokens,
-whatever the number of slices, because the product of each slice is rounded. With bf16 sums the error was 1.9 times the
-error of a single product with 4 slices, 3.2 times with 16 slices, and 4.3 times with 32 slices. So slices save memory
-if few weights are trained, or if the micro-batch has many tokens compared to the MLP's weights (with 16-bit weights: if
-B x T is larger than the width H).
+Cost in memory: during a module's backward pass, the gradients of its weights are summed over the slices in fp32, which
+takes 4 bytes per trained weight. 16-bit sums would take half of this memory, but have larger rounding errors. In a
+measurement (a matrix of 1376 x 512, 2048 tokens), errors were compared with the error of a single product over all
+tokens. With fp32 sums the error was 1.4 times as large for every number of slices, because the product of each slice is
+rounded. With bf16 sums it was 1.9 times as large with 4 slices, 3.2 times with 16 slices, and 4.3 times with 32 slices.
+So slices save memory if few weights are trained, or if the micro-batch has many tokens compared to the MLP's weights.
+With 16-bit weights that are all trained, B x T must be larger than about the width H.
 
-A sliced module is a child of a block that is called with a single tensor (B, T, H) and returns a tensor (B, T, ...).
-torch's own layers and activation functions are not sliced, because they save little besides their input. Mixtures of
-experts are not sliced, because the fp32 gradients of all experts would take more memory than the activations of the
+A sliced module is a direct child of a block. It is called with a single tensor (B, T, H), and returns a tensor (B, T,
+...). torch's own layers and activation functions are not sliced, because they save little besides their input. Mixtures
+of experts are not sliced, because the fp32 gradients of all experts would take more memory than the activations of the
 experts. Before the first step, or before an evaluation without training, the callback `Verified`
-(`loss/cross_entropy.py`) calls `Tiles.verify`, which checks that each module gives equal results in slices.
+(`loss/cross_entropy.py`) calls `Tiles.verify`. It checks that the results of each module in slices equal its results
+for the whole sequence.
 """
 
 import logging
@@ -57,14 +58,15 @@ log = logging.getLogger(__name__)
 
 
 class Tiles:
-    """Finds the children of a model's blocks that may be computed in slices, and replaces their forward passes.
+    """Finds those children of a model's blocks that may be computed in slices, and replaces their forward passes.
 
     Args:
         model: the model.
         tokens: tokens per slice.
 
     Raises:
-        Refused: the model has no list of blocks, or an auxiliary loss, whose gradient would not reach sliced modules.
+        Refused: the model has no list of blocks, or adds an auxiliary loss, whose gradient would not reach sliced
+            modules.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
@@ -82,12 +84,12 @@ class Tiles:
         ]
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Compares each module's output with its output in slices. Args: model: the model; batch: the first tokens of
-        one or two rows of the data.
+        """Compares each module's output for whole rows with its output in slices. Args: model: the model; batch: the
+        first tokens of one or two rows of the data.
 
         Raises:
-            Refused: a module gives different results in slices, or uses trained weights of another module; or no module
-                can be computed in slices.
+            Refused: a module's results in slices differ from its results for whole rows; a module uses trained weights
+                of another module; or no module can be computed in slices.
         """
         for module in self.sliced:
             module.comparing = True
@@ -109,8 +111,8 @@ class Tiles:
 
 def _has_interior(child: nn.Module) -> bool:
     """Returns True if a child of a block may be computed in slices. Excludes modules without weights, single torch
-    layers, modules that contain a list of modules (experts), and modules with weights of three or more dimensions:
-    convolutions, which mix tokens, and fused experts."""
+    layers, modules that contain an nn.ModuleList (such as experts), and modules with weights of three or more
+    dimensions (convolutions, which mix tokens, and fused experts)."""
     weights = list(child.parameters())
     alone = type(child).__module__.startswith("torch.nn.") and not any(True for _ in child.children())
     several = any(isinstance(module, nn.ModuleList) for module in child.modules())
@@ -122,10 +124,10 @@ def name(sliced: "SlicedModule") -> str:
 
 
 class SlicedModule(nn.Module):
-    """Replaces the forward pass of a module, so that inputs with more tokens than a slice are computed in slices.
+    """Replaces the forward pass of a module: an input with more tokens than a slice is computed in slices.
 
     Args:
-        module: the module; its parameters and submodules do not change.
+        module: the module. Only its `forward` is replaced.
         tokens: tokens per slice.
     """
 
@@ -133,7 +135,8 @@ class SlicedModule(nn.Module):
         super().__init__()
         self.module, self.tokens, self.unsliced = module, tokens, module.forward
         self.fits: bool | None = None  # True: the module returns one tensor (B, T, ...); None: not known yet
-        # comparing: True while `Tiles.verify` runs; agrees: whether slices gave equal results; None: not compared
+        # comparing: True while `Tiles.verify` runs; agrees: whether the module's results in slices equal its results
+        # for whole rows; None: not compared
         self.comparing, self.agrees = False, None
         module.forward = self._called
 
@@ -162,20 +165,21 @@ class SlicedModule(nn.Module):
         return self.fits
 
     def _is_same(self, x: Tensor) -> bool:
-        """Returns True if slices give equal results, and the module does not use trained weights of other modules."""
+        """Returns True if the module's results in slices equal its result for x, and the module uses no trained weights
+        of other modules."""
         # the caller may be in inference mode, or have gradients disabled
         with torch.inference_mode(False), torch.enable_grad():
             entering = x.detach().clone().requires_grad_()
             expected = self.unsliced(entering)
         if any(leaf is not entering for leaf in _leaves(expected) - {*self.parameters()}):
-            return False  # the gradient of a weight that belongs to another module would be lost
-        # slices of unequal length
+            return False  # `_InSlices` would lose the gradient of a weight of another module
+        # two slices of about 2/3 and 1/3 of the tokens
         slices = [self.unsliced(piece.contiguous()) for piece in x.split(2 * x.shape[1] // 3 or 1, dim=1)]
         dtypes = {tensor.dtype for tensor in (x, expected, *slices)}
         return same(torch.cat(slices, 1), expected, largest_magnitude(expected), dtypes)
 
     def in_slices(self, x: Tensor) -> Tensor:
-        """Computes (B, T, H) -> (B, T, ...) in slices, without autograd."""
+        """Computes (B, T, H) -> (B, T, ...) in slices. Called only where autograd has nothing to record."""
         weights, result, start = self.stand_ins(), None, 0
         for piece in x.split(self.tokens, dim=1):
             out = self._compute(piece, weights)  # (B, t, ...)
@@ -186,14 +190,15 @@ class SlicedModule(nn.Module):
         return result
 
     def back(self, x: Tensor, d_out: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Computes the gradients of each slice, after recomputing the slice.
+        """Computes the gradients slice by slice. Recomputes each slice before its backward pass.
 
         Args:
             x: (B, T, H), the module's input.
             d_out: (B, T, ...), gradient of the module's output.
 
         Returns:
-            The gradient of x, and a list of the gradients of the trained weights; None for unused weights.
+            The gradient of x, and a list with the gradient of each trained weight; None for a weight that received no
+            gradient.
         """
         d_x, sums, weights, start = torch.empty_like(x), {}, self.stand_ins(), 0
         for name, weight in weights.items():
@@ -205,13 +210,13 @@ class SlicedModule(nn.Module):
             torch.autograd.backward(out, d_piece)
             d_x[:, start : start + piece.shape[1]] = entering.grad
             start += piece.shape[1]
-        # Convert one by one: at any time only one weight has both an fp32 sum and a converted gradient.
+        # Convert one by one, so that only one weight at a time has both an fp32 sum and a converted gradient.
         return d_x, [sums.pop(name).to(weight.dtype) if name in sums else None for name, weight in weights.items()]
 
     def stand_ins(self) -> dict[str, Tensor]:
-        """Returns the trained weights as new leaf tensors that share the weights' memory. Autocast caches a 16-bit copy
-        of each leaf tensor. A copy of the weight itself, cached here where gradients are disabled, would give no
-        gradient to other code that uses the weight."""
+        """Returns name -> new leaf tensor, which shares the memory of a trained weight. Without new tensors, autocast
+        would cache 16-bit copies of the weights themselves here, where gradients are disabled. Other code that uses a
+        weight would then get the cached copy, and compute no gradient of the weight."""
         return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
 
     def _compute(self, piece: Tensor, weights: dict[str, Tensor]) -> object:
@@ -240,7 +245,7 @@ class _InSlices(torch.autograd.Function):
             sliced: the `SlicedModule`.
             input_node: the autograd node of `_EndRecomputation`, which has saved x.
             x: (B, T, H).
-            weights: the trained weights, so that autograd takes their gradients from `backward`; not read.
+            weights: the trained weights. Not read; passed so that autograd expects their gradients from `backward`.
         """
         ctx.sliced, ctx.input_node, ctx.random_states = sliced, input_node, captured(x.device)
         ctx.autocast = _autocast(x.device.type)
@@ -257,8 +262,8 @@ class _InSlices(torch.autograd.Function):
 
 
 def _autocast(device: str) -> dict:
-    """Returns the current autocast settings as arguments of torch.autocast. Backward restores these settings, because
-    autograd runs backward without autocast."""
+    """Returns the current autocast settings as arguments of torch.autocast. `_InSlices.backward` restores these
+    settings, because a backward pass usually runs outside of autocast."""
     enabled = torch.is_autocast_enabled(device)
     return {"device_type": device, "enabled": enabled, "dtype": torch.get_autocast_dtype(device)}
 

@@ -6,8 +6,8 @@ from lowmem.offload.on_device import WeightsOnDevice
 
 
 class Resident(WeightsOnDevice):
-    """Keeps all weights on the device. Args: network, head_in_tiles: not used; accepted because `Streamed` needs
-    them."""
+    """Keeps all weights on the device. Args: network, head_in_tiles: not used; accepted because callers pass both to
+    every class of weights."""
 
     def __init__(self, network: nn.Module | None = None, head_in_tiles: bool = False) -> None:
         super().__init__()

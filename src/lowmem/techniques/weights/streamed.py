@@ -1,9 +1,9 @@
 """`weights=streamed`: checks the settings, and selects the weights that are streamed.
 
-A streamed weight of a block is stored in host memory (with drive_holds=all on the drive), and is copied to the device
+A streamed weight of a block is stored in host memory, or on the drive with drive_holds=all. It is copied to the device
 shortly before its block computes. `offload/streamed.py` does the copies. Two kinds of weights in a streamed block stay
-on the device: weights that modules outside of the block share, and the trained weights of a mostly frozen block, such
-as the matrices of an adapter.
+on the device: weights that the block shares with modules outside of it, and the trained weights of a mostly frozen
+block, such as the matrices of an adapter.
 """
 
 from collections import Counter
@@ -23,9 +23,9 @@ HOLDS = ("state", "all")  # values of weights.drive_holds
 
 
 class Streamed(StreamedWeights):
-    """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles. Does
-    not stream an embedding that is tied to a head on the device, or an embedding or head that `offload/edges.py` does
-    not support.
+    """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles. Blocks
+    that `resident_blocks` selects stay on the device, and so do an embedding that is tied to a head on the device, and
+    an embedding or head that `offload/edges.py` does not support.
 
     Args:
         network: the model.
@@ -33,8 +33,9 @@ class Streamed(StreamedWeights):
         resident_blocks, slots, order, drive, drive_holds: see conf/weights/streamed.yaml.
 
     Raises:
-        Refused: fewer than two blocks can be streamed; `resident_blocks` is out of range; there are fewer than two
-            slots; `drive_holds` is unknown; there is nothing to store on the drive; the model has no list of blocks.
+        Refused: fewer than two blocks can be streamed; `resident_blocks` leaves fewer than two blocks to stream, or is
+            negative; `slots` is less than 2; `drive_holds` is not in `HOLDS`; there is nothing to store on the drive;
+            or the model has no list of blocks.
         OSError: the drive's folder cannot be created or written.
     """
 
@@ -87,15 +88,16 @@ def _layout(network: nn.Module, resident_blocks: int, head_in_tiles: bool) -> La
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` evenly spaced items of a list, including the last item. So the resident blocks, which compute
-    while streamed blocks are copied, are spread evenly too."""
+    """Returns `count` items of a list, which are spaced as evenly as possible and include the last item. Then the items
+    that are left out, the resident blocks, are spread evenly too. Streamed blocks are copied while resident blocks
+    compute."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """Returns block -> its weights to stream: the weights that no other block and no module outside the blocks uses. If
-    more than half of the bytes of these weights are frozen, only the frozen weights are streamed, so the copy of the
-    block in host memory is never updated."""
+    """Returns block -> weights to stream: the weights that only this block uses. If more than half of the bytes of
+    these weights are frozen, only the frozen weights are streamed. The copy of such a block in host memory then never
+    changes."""
     blocks_with = Counter(p for block in stack for p in stored_weights(block))
     inside = {module for block in stack for module in block.modules()}
     outside = {p for module in network.modules() if module not in inside for p in module.parameters(recurse=False)}

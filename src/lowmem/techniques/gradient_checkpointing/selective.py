@@ -89,8 +89,8 @@ class KeptResult:
 
 
 class SentResult(KeptResult):
-    """A saved result of which each tensor is stored by `send`, for example in host memory. Args: send: stores a tensor,
-    and returns its `Boundary`."""
+    """A saved result whose tensors are stored by `send`, for example in host memory. Args: send: stores a tensor, and
+    returns its `Boundary`."""
 
     def __init__(self, func: OpOverload, args: tuple, kwargs: dict, out: object, send: Callable) -> None:
         super().__init__(func, args, kwargs, tree_map_only(Tensor, partial(OffloadedTensor, send=send), out))

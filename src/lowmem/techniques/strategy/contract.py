@@ -52,7 +52,7 @@ class OneDevice:
     in_numbers = True  # True: every rank builds the model with weights; False: only rank 0 does (see `shard`)
     builds = True  # True: this rank loads or initializes the weights; False: it receives the weights from rank 0
     neediest = (0,)  # ranks to trace for a memory plan: one of them has the highest peak
-    factor = 1.0  # factor of the loss; undoes that torch averages gradients over this number of ranks
+    factor = 1.0  # factor of the loss; cancels torch's averaging of gradients over this number of ranks
 
     def __init__(self, device: str = "cpu", devices: int = 1) -> None:
         self.device = device

@@ -62,8 +62,8 @@ class DataParallel(Several):
         the first micro-batches of the first window, whose gradients are not reduced, would create gradients outside of
         the buckets."""
         self.forward.reducer.prepare_for_backward([])
-        # DDP assigns parameters to buckets in the order of their gradients; in a backward pass this is about the
-        # reverse order
+        # DDP assigns parameters to buckets in the order of their gradients; a backward pass computes them in about the
+        # reverse order of the parameters
         for p in reversed(parameters):
             p.backward(torch.zeros_like(p))
 

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
 class InPlace(SingleDeviceStrategy):
-    """A single-device strategy, which does not move the model and the optimizer state when a run ends."""
+    """Leaves weights and optimizer state where they are when a run ends."""
 
     strategy_name = "in_place"
 

@@ -95,8 +95,8 @@ def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> Non
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
     """Checks that this rank's parameters have the names, shapes and dtypes of rank 0's parameters. These may differ,
-    because loading weights can change the model on rank 0, for example by untying a weight. Raises: Refused: not on
-    rank 0."""
+    because loading weights can change the model on rank 0, for example by untying a weight. Raises: Refused: only on
+    ranks other than 0."""
     ours = {name: (p.shape, ranks.sent_as(p)) for name, p in model.named_parameters()}
     theirs = ranks.broadcast(ours)  # rank 0's parameters
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:

@@ -204,8 +204,9 @@ class Pipeline(Divided):
 
     def _answering(self, forward: Callable[..., ModelOutput]) -> Callable[..., ModelOutput]:
         """Wraps the model's forward pass, so that a call in eval mode without gradients goes through all stages, and
-        returns the logits on every stage. All stages must make the call. Callers are samples (`report/sample.py`) and
-        user-defined metrics (`report/own_metric.py`). Other calls run the stage's own forward pass."""
+        returns the logits on every stage. All stages must make the call. Such calls come, for example, from samples
+        (`report/sample.py`) and user-defined metrics (`report/own_metric.py`). Other calls run the stage's own forward
+        pass."""
 
         @wraps(forward)
         def answered(*args, **kwargs) -> ModelOutput:

@@ -58,9 +58,9 @@ def process_group(run: Run) -> Iterator[OneDevice]:
         with ranks.turns.heartbeat():
             _compare(ranks, run)
             yield ranks
-            with ranks.rank_0_first("write the model"):  # other ranks wait until rank 0 is here
+            with ranks.rank_0_first("write the model"):  # other ranks wait until rank 0 has finished its work
                 pass
-            ranks.barrier()  # keeps the store open until all ranks have read that rank 0 is here
+            ranks.barrier()  # keeps the store open until all ranks have read that rank 0 has finished
         leave(ranks)
     except Exception as error:
         if gone := lost_ranks.rank_lost(error, run.strategy.timeout):
@@ -102,7 +102,7 @@ def _waits_for_others(run: Run) -> bool:
 def _join(run: Run) -> dist.Store:
     if run.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # gloo runs collectives of host tensors; as device tensors in NCCL they would make the card wait
+    # host tensors use gloo, because a collective of NCCL would make the card wait
     backend = "cpu:gloo,cuda:nccl" if run.device == "cuda" else "gloo"
     limit = timedelta(seconds=run.strategy.timeout)
     store, number, size = (

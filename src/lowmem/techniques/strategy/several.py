@@ -27,7 +27,7 @@ from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.strategy.load_in_parts import buffers
 from lowmem.techniques.strategy.rank_0_turns import Turns
 
-APART = 1_000_003  # between the seeds of consecutive ranks; more than a run has windows, whose index is also added
+APART = 1_000_003  # seed difference of consecutive ranks; larger than the window index, which is added too
 
 
 class Several(OneDevice):

@@ -265,8 +265,9 @@ class TensorParallel(Divided):
             self._compare(replicated)
 
     def _compare(self, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Compares the gradient norms of replicated parameters between the ranks of a group, in windows up to the first
-        one with finite norms. If a plan lacked an all-reduce, the copies of a replicated weight would silently diverge.
+        """Compares the gradient norms of replicated parameters between the ranks of a group, in the first windows,
+        until all norms of a window are finite. If a plan lacked an all-reduce, the copies of a replicated weight would
+        silently diverge.
 
         Raises:
             Refused: the norms differ.

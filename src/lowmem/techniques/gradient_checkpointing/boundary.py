@@ -2,7 +2,7 @@
 segment.
 
 `OnDevice` keeps a reference to the tensor. `OnHost` copies the tensor to host memory, and back to the device for
-backward. `policies.offload_attention` uses `OnHost` also for the results of attention. The thread of the forward pass
+backward. `policies.offload_attention` also uses `OnHost` for the results of attention. The thread of the forward pass
 creates a boundary, and the thread of the backward pass fetches it. In between, the autograd graph owns the boundary.
 
                 compute stream      copy streams, at the same time

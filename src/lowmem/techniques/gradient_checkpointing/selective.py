@@ -126,7 +126,7 @@ class Mode(TorchDispatchMode):
         operators: operators whose results are saved.
     """
 
-    supports_higher_order_operators = True  # such as flex attention; otherwise torch refuses them in this mode
+    supports_higher_order_operators = True  # otherwise torch raises an error for operators like flex attention
 
     def __init__(self, results: deque[KeptResult], operators: Collection[OpOverload]) -> None:
         super().__init__()

@@ -25,8 +25,8 @@ WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: \w+\(SeqNu
 
 
 def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
-    """Returns the error to raise in place of an error of torch.distributed about other ranks. Returns None if neither
-    the error nor an error in its chain of causes and contexts is such an error.
+    """Returns the error to raise in place of an error of torch.distributed. Returns None if neither the error nor an
+    error in its chain of causes and contexts is such an error.
 
     Args:
         error: the error of torch.distributed, or an error that was raised while handling it, for example during

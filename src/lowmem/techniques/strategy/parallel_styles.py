@@ -14,8 +14,8 @@ same operators as in a run without sharding.
 
 torch's own styles, ColwiseParallel and RowwiseParallel, multiply DTensors. In a measurement, a block took twice as much
 host time with torch's styles as with the styles of this module, and every rank had embedding gradients of full size.
-The backward pass of a block needed five all-reduces instead of two: of the layers with a common input (query, key and
-value; gate and up), each reduced its own gradient of this input. torch's styles support neither GPT-2's Conv1D nor its
+The backward pass of a block needed five all-reduces instead of two, because layers with a common input (query, key and
+value; gate and up) each reduced their own gradient of this input. torch's styles support neither GPT-2's Conv1D nor its
 fused matrices.
 """
 

@@ -6,11 +6,11 @@
 
 Each device stores the weights, gradients and optimizer state of its own stage only. The stages exchange hidden states,
 gradients of hidden states, and gradients of tied weights. With stochastic rounding they also exchange the tied weights.
-This is usually less communication than with other strategies that divide a model. Costs idle time while the pipeline
-fills and drains: (S - 1) / (n + S - 1) of a step, for n micro-batches and S stages that take equal time. With GPipe
-each stage stores the activations of all n micro-batches. With 1F1B a stage starts backward as early as possible, and
-stores the activations of at most S micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021,
-arXiv 2104.04473; torch.distributed.pipelining.
+Other strategies that divide a model usually communicate more. Costs idle time while the pipeline fills and drains: (S -
+1) / (n + S - 1) of a step, for n micro-batches and S stages that take equal time. With GPipe each stage stores the
+activations of all n micro-batches. With 1F1B a stage starts backward as early as possible, and stores the activations
+of at most S micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473;
+torch.distributed.pipelining.
 
 Each stage runs in its own process, with these objects:
 

@@ -1,4 +1,4 @@
-"""Lets the other ranks wait for work of rank 0, without a time limit but with a check that rank 0 is alive.
+"""Makes other ranks wait for work of rank 0, without a time limit, but only while rank 0 is alive.
 
 Neither a collective nor torch's store can do this: a collective has a timeout, and Python handles no signals during a
 blocking wait of the store. So the other ranks poll the store. A turn is one piece of work of rank 0, and has a key in

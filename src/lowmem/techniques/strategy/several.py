@@ -1,8 +1,7 @@
 """Base classes of strategies with several processes, one process per device.
 
 In each process Lightning sees a run on a single device (`AmongSeveral`). Lightning's own multi-device strategies are
-not used, because they start processes with separate folders, move shards between devices, and have their own checkpoint
-formats.
+not used, because they start processes themselves, move shards between devices, and have their own checkpoint formats.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +38,7 @@ class Several(OneDevice):
     """
 
     several = True
-    turns: Turns  # set by `process_group`; lets other ranks wait while rank 0 works
+    turns: Turns  # set by `process_group`; makes other ranks wait for work of rank 0
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices)

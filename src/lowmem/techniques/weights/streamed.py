@@ -96,7 +96,7 @@ def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
     """Returns block -> weights to stream: the weights that only this block uses. If more than half of the bytes of
-    these weights are frozen, only the frozen weights are streamed. The copy of such a block in host memory then never
+    these weights are frozen, only the frozen weights are streamed. The copy of such a block in host memory never
     changes."""
     blocks_with = Counter(p for block in stack for p in stored_weights(block))
     inside = {module for block in stack for module in block.modules()}

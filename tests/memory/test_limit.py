@@ -109,7 +109,7 @@ def test_memory_limit_on_cuda_sets_the_process_memory_fraction_and_resets_it(mon
         assert len(said) == 2
 
 
-def test_cuda_memory_fraction_is_rounded_up_to_the_limit():
+def test_cuda_memory_fraction_allows_at_least_the_limit_and_at_most_one_byte_more():
     """The deliberately wrong variant passes size / total: for many sizes torch then allows one byte too few."""
     totals = (12 * 2**30 - 2**22, 85_017_493_504, 25_296_044_032)
     caps = [(n * 2**21, total) for total in totals for n in range(1, 500)]

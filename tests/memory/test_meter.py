@@ -129,12 +129,12 @@ def test_memory_ledger_is_summed_in_sampled_steps_only(fit, monkeypatch):
     assert windows == [12, 12, 12, 0, 0, 0]
 
 
-def test_recorded_resident_memory_is_at_least_the_live_memory(rows):
+def test_recorded_rss_exceeds_100_mib_and_its_peak_is_at_least_the_live_memory(rows):
     assert all(int(r["rss_peak_bytes"]) >= int(r["live_peak_bytes"] or 0) for r in rows)
     assert all(int(r["rss_bytes"]) > 100 * 2**20 for r in rows)
 
 
-def test_step_row_has_bytes_stored_read_and_written_on_the_drive(fit, tmp_path):
+def test_step_rows_of_memory_csv_have_the_bytes_stored_read_and_written_on_the_drive(fit, tmp_path):
     """The drive stores the lower halves of the masters and both moments of each block's matrices, except tensors
     smaller than a page."""
     streamed = ("weights=streamed", "precision=bf16-master", "optim=adamw", "gradient_checkpointing=every_layer")

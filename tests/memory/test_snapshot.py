@@ -58,10 +58,13 @@ def test_unwritable_snapshot_does_not_hide_the_out_of_memory_error(asked, tmp_pa
     assert asked[-1] == OFF
 
 
-def test_memory_snapshot_on_a_cpu_is_not_recorded_and_its_key_is_refused(asked, tmp_path, command):
+def test_memory_snapshot_on_a_cpu_is_not_recorded(asked, tmp_path):
     with snapshot.recorded(tmp_path, True, "cpu"):
         pass
     assert asked == []
+
+
+def test_memory_snapshot_key_that_is_true_on_a_cpu_or_not_a_boolean_is_refused(command):
     code, said = command("memory.snapshot=true")
     assert code == 1 and "memory.snapshot=true: only the CUDA allocator records a snapshot" in said
     code, said = command("memory.snapshot=1")

@@ -66,7 +66,7 @@ def test_by_layer_training_has_the_bits_of_resident_weights(config, model, polic
 @pytest.mark.parametrize(
     ("micro_batches", "clip", "optim"), list(product((1, 2, 3, 8), ("norm", "off"), ("adamw8bit", "adamw")))
 )
-def test_by_layer_has_the_bits_of_resident_weights_with_1_to_8_micro_batches_per_step(
+def test_by_layer_and_by_micro_batch_have_the_bits_of_resident_weights_with_1_to_8_micro_batches_per_step(
     config, micro_batches, clip, optim
 ):
     """With eight micro-batches per window, the second window of an epoch has only one."""
@@ -243,6 +243,7 @@ def test_early_updates_keep_gradient_sums_of_blocks_by_micro_batch_but_not_by_la
         pytest.param(2, False, ("qwen3_moe", {"precision": "16-master"}), marks=pytest.mark.matrix),
         pytest.param(3, True, ("qwen3", {"policy": "selective", "clip": "off"}), marks=pytest.mark.matrix),
     ],
+    ids=["gpt2", "llama", "qwen3_moe", "qwen3"],
 )
 def test_by_layer_training_has_no_data_race(slots, registers, case):
     model, how = case
@@ -477,7 +478,9 @@ def test_by_layer_waits_at_each_barrier_until_all_micro_batches_have_reached_the
 
 
 @pytest.mark.parametrize(
-    "other", [(("forward", 1),), (), (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))]
+    "other",
+    [(("forward", 1),), (), (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))],
+    ids=["first block left out", "no block", "additional backward"],
 )
 def test_by_layer_refuses_micro_batches_that_run_different_blocks(other):
     with pytest.raises(Refused, match=r"weights\.order=by_micro_batch"):

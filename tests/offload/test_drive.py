@@ -143,7 +143,9 @@ def test_slow_drive_or_short_transfers_give_the_bits_of_training_in_memory(confi
     ],
 )
 @pytest.mark.parametrize("lane", [None, 0], ids=["here", "other thread"])
-def test_drive_error_ends_the_run_with_a_one_line_error(config, tmp_path, disk, call, after, number, words, lane):
+def test_failed_drive_call_ends_the_run_with_an_error_that_names_the_folder_and_the_cause(
+    config, tmp_path, disk, call, after, number, words, lane
+):
     disk(fails=(call, after, number))
     with pytest.raises(DriveFailed) as error:
         run(config, tmp_path, lane=None if lane is None else LateLane(lane))
@@ -206,7 +208,9 @@ def swap_files(folder, count=6, elements=PAGE, ahead=1):
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_blocks_swapped_to_a_drive_take_the_memory_of_few_blocks_and_keep_all_changes(tmp_path, ahead):
+def test_blocks_swapped_to_a_drive_take_at_most_the_memory_of_prefetched_blocks_plus_two_and_keep_changes(
+    tmp_path, ahead
+):
     blocks, every, tensors = swap_files(tmp_path, ahead=ahead)
     for _ in range(3):
         for number, swap_file in enumerate(every):
@@ -220,7 +224,7 @@ def test_blocks_swapped_to_a_drive_take_the_memory_of_few_blocks_and_keep_all_ch
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_next_blocks_are_prefetched_from_the_drive_once(tmp_path, ahead):
+def test_next_blocks_are_prefetched_from_the_drive_and_each_block_is_read_once_per_round(tmp_path, ahead):
     blocks, every, _ = swap_files(tmp_path, ahead=ahead)
     for _ in range(3):  # in the first round the next block is not known yet
         before = blocks.drive.read_bytes
@@ -259,9 +263,13 @@ def test_dense_first_blocks_do_not_enlarge_the_drive_buffers_of_a_mixture_of_exp
     assert 4 * 4_000_000 <= on_drive.sizes.room < 5 * 4_000_000
 
 
-def test_tensors_below_a_page_are_not_swapped_and_unpinned_swapped_tensors_are_read_only(tmp_path):
-    blocks, every, tensors = swap_files(tmp_path)
+def test_tensors_below_a_page_are_not_swapped_to_a_drive(tmp_path):
+    blocks, _, _ = swap_files(tmp_path)
     assert all(tensor.nbytes >= PAGE for tensor in blocks.tensors())
+
+
+def test_writing_to_an_unpinned_tensor_swapped_to_a_drive_kills_the_process(tmp_path):
+    blocks, every, tensors = swap_files(tmp_path)
     blocks.pin(every[-1])
     child = os.fork()
     if not child:
@@ -276,7 +284,9 @@ def test_checkpoint_of_tensors_swapped_to_a_drive_has_the_size_of_the_tensors(tm
     assert (tmp_path / "saved").stat().st_size < 1.1 * sum(tensor.nbytes for tensor in tensors) + 8 * PAGE
 
 
-def test_file_system_without_o_direct_is_used_through_the_page_cache(config, in_memory, tmp_path, monkeypatch):
+def test_drive_without_o_direct_uses_the_page_cache_and_gives_the_bits_of_training_in_memory(
+    config, in_memory, tmp_path, monkeypatch
+):
     def refuses(self, folder, direct):
         if direct:
             raise OSError(errno.EINVAL, "Invalid argument")

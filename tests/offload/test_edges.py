@@ -183,7 +183,7 @@ def started():
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_streamed_head_returns_the_logits_of_a_resident_head(started, kind, monkeypatch):
+def test_streamed_head_returns_the_logits_of_a_resident_head_within_rounding(started, kind, monkeypatch):
     monkeypatch.setattr(edges, "COLUMNS", 96)
     whole, apart = started(kind)
     ids = torch.randint(0, VOCABULARY, (2, 9))

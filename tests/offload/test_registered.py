@@ -68,7 +68,7 @@ def bytes_(count):
         ("tiled", 0, WHY),
     ],
 )
-def test_streamed_weights_have_equal_bits_registered_or_staged_and_memory_is_unregistered(
+def test_streamed_weights_registered_or_staged_have_the_bits_of_resident_weights_and_are_unregistered(
     config, monkeypatch, caplog, loss, most, said
 ):
     """All three blocks, one or none can be registered; staging slots are smaller than a weight. With the tiled loss,

@@ -80,7 +80,9 @@ def test_exported_lora_of_experts_opened_by_peft_has_equal_logits_and_gradients(
 
 @pytest.mark.parametrize("modules", [["q_proj"], []])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lora_of_experts_written_by_peft_loads_with_equal_logits_and_exports_again(tmp_path, family, modules):
+def test_lora_of_experts_written_by_peft_has_the_logits_of_peft_when_loaded_and_when_exported_again(
+    tmp_path, family, modules
+):
     config = LoraConfig(r=4, lora_alpha=6, target_modules=modules, target_parameters=STACKS)
     theirs = moved(get_peft_model(made(family), config))
     theirs.save_pretrained(tmp_path)

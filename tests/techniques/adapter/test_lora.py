@@ -111,7 +111,7 @@ def test_log_names_the_layers_with_and_without_an_adapter(caplog):
 
 
 @pytest.mark.parametrize("target", ["*.q_proj", "q_proj", "model.layers.0.*", "*.layers.0.self_attn.[qv]_proj"])
-def test_adapter_target_pattern_adapts_the_expected_number_of_layers(target):
+def test_adapter_target_pattern_adapts_as_many_layers_as_match_the_pattern(target):
     model = network()
     LoRA(target=[target])(model)
     names = {name.split(".lora_")[0] for name, _ in trainable(model)}
@@ -177,7 +177,7 @@ def layers(model):
 
 
 @pytest.mark.parametrize("target", [None, ["gate_proj"], ["*.mlp.*"]])
-def test_dense_layers_beside_fused_experts_are_adapted_and_opened_by_peft(tmp_path, target):
+def test_dense_layers_beside_fused_experts_are_adapted_and_peft_opens_the_export_with_equal_logits(tmp_path, target):
     model = network("deepseek_v3", **DEEPSEEK)
     LoRA(r=4, target=target)(model)
     assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"} <= layers(model)
@@ -307,7 +307,9 @@ def test_adapter_folder_with_unsupported_options_or_unknown_targets_is_refused(t
         LoRA(path=path)(network())
 
 
-@pytest.mark.parametrize("config", [IA3Config(feedforward_modules=[]), AdaLoraConfig(total_step=10)])
+@pytest.mark.parametrize(
+    "config", [IA3Config(feedforward_modules=[]), AdaLoraConfig(total_step=10)], ids=["ia3", "adalora"]
+)
 def test_peft_folder_of_an_adapter_other_than_lora_is_refused(tmp_path, config):
     theirs = network()
     LoRA(r=4)(theirs)
@@ -346,7 +348,7 @@ def test_qlora_on_the_meta_device_adapts_the_layers_that_it_adapts_on_the_cpu():
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_run_started_from_an_adapter_folder_resumes_with_equal_bits_if_the_folder_changes(fit, tmp_path):
+def test_run_resumed_after_its_adapter_folder_has_changed_has_the_bits_of_an_unbroken_run(fit, tmp_path):
     """The base is in 16 bits, the adapter in fp32, and dropout is on."""
     theirs = network("gpt2", vocab_size=300, n_positions=256)
     LoRA(r=4)(theirs)
@@ -362,7 +364,7 @@ def test_run_started_from_an_adapter_folder_resumes_with_equal_bits_if_the_folde
     assert summary["trained_parameters"] == sum(p.numel() for p in one["state_dict"].values())
 
 
-def test_run_with_frozen_matrices_of_an_adapter_folder_resumes_with_equal_bits(fit, tmp_path):
+def test_resumed_run_with_frozen_matrices_of_an_adapter_folder_has_the_bits_of_an_unbroken_run(fit, tmp_path):
     theirs = network("gpt2", vocab_size=300, n_positions=256)
     LoRA(r=4)(theirs)
     path = folder(tmp_path / "start", moved(theirs))
@@ -375,7 +377,7 @@ def test_run_with_frozen_matrices_of_an_adapter_folder_resumes_with_equal_bits(f
 
 
 @pytest.mark.parametrize("precision", ["precision=bf16-master", pytest.param("precision=32", marks=pytest.mark.matrix)])
-def test_evaluated_dora_checkpoint_has_the_val_loss_of_its_run_and_needs_adapter_dora(fit, precision):
+def test_evaluated_dora_checkpoint_has_the_val_loss_of_its_run_and_is_refused_without_adapter_dora(fit, precision):
     summary, run = fit("adapter=dora", precision, "lr=1e-2", folder="run")
     found, _ = fit("adapter=dora", precision, f"evaluate={run}", folder="evaluated")
     assert found["val_loss"] == summary["val_loss"]

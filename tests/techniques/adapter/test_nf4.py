@@ -77,7 +77,7 @@ def test_nf4_layer_with_a_deliberate_fault_differs_from_bitsandbytes(monkeypatch
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(32, 160), (33, 96), (5, 50), (3, 33)])
-def test_nf4_error_is_within_the_limit_if_rows_end_inside_a_quantization_block(rows, columns):
+def test_nf4_relative_error_is_below_0_11_if_rows_end_inside_a_quantization_block(rows, columns):
     layer = nn.Linear(columns, rows)
     nn.init.normal_(layer.weight)
     assert lost(NF4Linear(layer), layer.weight) < LOST
@@ -85,7 +85,7 @@ def test_nf4_error_is_within_the_limit_if_rows_end_inside_a_quantization_block(r
 
 @pytest.mark.wrong
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="another kernel")
-def test_bitsandbytes_dequantizes_rows_that_end_inside_a_block_wrongly():
+def test_bitsandbytes_dequantizes_rows_that_end_inside_a_block_with_a_relative_error_above_0_22():
     """A bug of bitsandbytes 0.50.2, and the reason why NF4Linear flattens the matrix. If this test fails, bitsandbytes
     has fixed the bug."""
     layer = nn.Linear(160, 32)
@@ -126,7 +126,7 @@ def test_gradients_through_nf4_layers_are_unchanged_after_an_evaluation():
 
 
 @pytest.mark.skipif(not has_avx512bf16(), reason="bitsandbytes repacks where a CPU has AVX512-BF16")
-def test_gradients_through_bitsandbytes_layers_are_wrong_after_an_evaluation():
+def test_gradients_through_bitsandbytes_layers_change_after_an_evaluation():
     """A bug of bitsandbytes, and the reason for NF4Linear. No gradient is None: only the values are wrong."""
     before, after = around_an_evaluation(lambda: bnb(nn.Linear(64, 64, bias=False), repacks=True))
     assert not any(torch.allclose(one, other, rtol=0.05) for one, other in zip(before, after, strict=True))
@@ -170,7 +170,7 @@ def test_nf4_layer_of_a_conv1d_computes_with_the_transposed_matrix():
     assert lost(plain, layer.weight) < LOST
 
 
-def test_ledger_counts_the_tensors_of_an_nf4_layer_and_none_is_trainable():
+def test_ledger_counts_codes_scales_table_and_mean_of_an_nf4_layer_and_none_is_trainable():
     ours = NF4Linear(nn.Linear(1024, 1024, bias=False))
     held = sum(tensor.nbytes for tensor in weights(ours))
     assert held == 2**20 // 2 + 2**14 + 4 * 2**6 + 1024 + 4  # codes, scales, second-level scales, the table, the mean
@@ -248,7 +248,7 @@ def test_fused_4_bit_experts_equal_experts_quantized_as_separate_layers(rows, co
 
 
 @pytest.mark.wrong
-def test_experts_quantized_to_4_bits_as_a_single_matrix_get_other_values():
+def test_experts_quantized_to_4_bits_as_a_single_matrix_differ_from_experts_quantized_one_by_one():
     experts = torch.randn(3, 128, 192) * torch.tensor([1.0, 4.0, 9.0])[:, None, None]
     layer = nn.Linear(192, 3 * 128, bias=False)
     layer.weight.data = experts.flatten(0, 1)

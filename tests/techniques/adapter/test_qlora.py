@@ -79,7 +79,9 @@ def test_adapter_merged_into_a_16_bit_base_is_exported_in_fp32(of_base, adapter)
 
 @pytest.mark.rows("bf16-master")
 @pytest.mark.parametrize("trained", ["32", "bf16-master"])
-def test_qlora_base_is_quantized_from_its_training_dtype_when_opened_in_any_precision(of_base, trained, monkeypatch):
+def test_qlora_base_is_quantized_from_its_training_dtype_when_opened_in_fp32_or_bf16_master(
+    of_base, trained, monkeypatch
+):
     """Weights that are first rounded to another dtype have other 4-bit codes."""
     _, run = of_base("adapter=qlora", f"precision={trained}", folder="run")
     opened = []

@@ -56,7 +56,9 @@ def test_streamed_adapter_base_with_late_copies_gives_the_bits_of_a_resident_bas
 
 
 @pytest.mark.parametrize("adapter", ["qlora", "lora"])
-def test_frozen_base_streamed_from_a_drive_is_written_once_and_gives_resident_bits(config, tmp_path, adapter):
+def test_frozen_base_streamed_from_a_drive_is_written_once_and_gives_the_bits_of_a_resident_base(
+    config, tmp_path, adapter
+):
     """The drive is read in every step. Exactly the frozen weights of a block are streamed."""
     drive = [f"weights.drive={tmp_path}", "weights.drive_holds=all"]
     moved_in = []

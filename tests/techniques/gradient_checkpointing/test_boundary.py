@@ -73,7 +73,7 @@ SIZES = {"cpu": (), "cuda": ("model.architecture.n_embd=512", "seq_len=512", "ba
 
 @each_device
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_offloaded_block_inputs_give_equal_weights_unless_fetched_block_inputs_are_shifted(
+def test_offloaded_block_inputs_give_the_weights_of_block_inputs_on_the_device_unless_fetched_shifted(
     fit, deterministic, monkeypatch, device, wrong
 ):
     """The deliberately wrong variant: each block input comes back rolled by one element."""

@@ -46,7 +46,7 @@ def gradients(model, batch):
 @pytest.mark.rows("*-0.3")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("model_type", SHAPES)
-def test_checkpointing_gives_the_gradient_bits_of_no_checkpointing_on_any_architecture(model_type, dropout, batch):
+def test_each_checkpointing_policy_gives_the_gradient_bits_of_no_checkpointing(model_type, dropout, batch):
     kept = gradients(shaped(model_type, dropout=dropout), batch)
     for name, apply in SEGMENTED.items():
         model = shaped(model_type, dropout=dropout)
@@ -142,7 +142,7 @@ def block_peak(apply, layers):
 
 
 @pytest.mark.matrix
-def test_peaks_of_none_every_layer_sqrt_and_offload_follow_the_documented_formulas():
+def test_peak_grows_with_depth_under_none_and_every_layer_as_its_root_under_sqrt_and_not_under_offload():
     depths = (4, 16, 64)
     kept, every, root, away = (
         [block_peak(apply, n) for n in depths]
@@ -170,12 +170,18 @@ def test_selective_checkpointing_more_than_halves_the_peak_of_no_checkpointing()
 
 
 @pytest.mark.parametrize("apply", SEGMENTED.values(), ids=SEGMENTED)
-def test_checkpointing_trains_blocks_behind_a_frozen_embedding_and_is_off_in_evaluation(apply, batch):
+def test_checkpointing_trains_blocks_behind_a_frozen_embedding(apply, batch):
     model = shaped("gpt2")
     apply(model)
     model.get_input_embeddings().weight.requires_grad_(False)
     losses.full(model, batch).backward()
     assert model.transformer.h[0].mlp.c_fc.weight.grad is not None
+
+
+@pytest.mark.parametrize("apply", SEGMENTED.values(), ids=SEGMENTED)
+def test_checkpointing_computes_blocks_once_in_evaluation_and_without_gradients(apply, batch):
+    model = shaped("gpt2")
+    apply(model)
     calls = []
     model.transformer.h[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     model.eval()

@@ -174,7 +174,7 @@ class Drops(nn.Module):
         return h + nn.functional.dropout(attention(torch.tanh(self.up(h)), self.dropout), 0.3)
 
 
-def test_selective_recomputation_draws_equal_dropout_masks_after_attention_with_dropout(monkeypatch):
+def test_selective_checkpointing_of_attention_with_dropout_gives_the_gradient_bits_of_no_checkpointing(monkeypatch):
     monkeypatch.setattr(selective, "EXPENSIVE", (*selective.EXPENSIVE, attention._opoverload))
 
     def make(dropout):
@@ -302,7 +302,7 @@ class Flat(selective.OffloadedTensor):
 
 
 @pytest.mark.parametrize("wrong", [None, First, Flat])
-def test_offload_attention_does_not_recompute_attention_and_keeps_the_gradients_unless_results_are_wrong(
+def test_offload_attention_computes_attention_once_and_gives_the_gradients_of_none_unless_results_are_mixed_up(
     monkeypatch, wrong
 ):
     kept = gradients(attending, checkpointing.none)

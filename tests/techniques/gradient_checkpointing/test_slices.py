@@ -228,7 +228,9 @@ def asked(model, tokens=TOKENS):
         tiles.verify(model.eval(), MicroBatch(ids, ids))
 
 
-@pytest.mark.parametrize("other", [Shift, lambda: Borrowing(nn.Parameter(torch.eye(32)))])
+@pytest.mark.parametrize(
+    "other", [Shift, lambda: Borrowing(nn.Parameter(torch.eye(32)))], ids=["mixes tokens", "borrows a weight"]
+)
 def test_module_that_mixes_tokens_or_borrows_a_weight_is_refused_for_slicing(other):
     model = shaped("llama", layers=2)
     model.model.layers[1].mlp = other()

@@ -96,7 +96,9 @@ def test_chunked_loss_without_the_operations_around_the_head_differs_from_the_re
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, FP16)])
-def test_full_and_chunked_loss_under_autocast_have_fp32_gradients_within_tolerance(dtype, tolerance, batch):
+def test_full_and_chunked_loss_under_autocast_have_the_gradients_of_fp32_within_16_bit_tolerance(
+    dtype, tolerance, batch
+):
     model = network()
     _, exact = value_and_gradients(model, losses.full, batch)
     with torch.autocast("cpu", dtype=dtype):

@@ -49,7 +49,9 @@ def test_tiled_loss_equals_full_and_chunked_loss(model_type, columns, batch):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, BF16), (torch.float16, FP16)])
 @pytest.mark.parametrize("held", ["fp32", "16 bits"])
-def test_full_and_tiled_loss_in_16_bits_have_fp32_gradients_within_tolerance(dtype, tolerance, held, batch):
+def test_full_and_tiled_loss_in_16_bits_have_the_gradients_of_fp32_within_16_bit_tolerance(
+    dtype, tolerance, held, batch
+):
     model = network()
     model.to(dtype).float()  # fp32 weights that 16 bits represent exactly
     _, exact = value_and_gradients(model, losses.full, batch)
@@ -100,7 +102,7 @@ def test_tiled_loss_with_a_deliberate_fault_differs_from_the_full_loss(wrong, ba
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
-def test_tiled_loss_with_huge_logits_equals_the_full_loss_unless_their_maximum_is_capped(wrong, batch, monkeypatch):
+def test_tiled_loss_with_huge_logits_equals_the_full_loss_unless_the_logit_maximum_is_capped(wrong, batch, monkeypatch):
     """The largest logit is in another tile than the label. The deliberately wrong variant caps the maximum at 50."""
     model = network("llama", tie_word_embeddings=False)
     model.lm_head.weight.data *= 20000

@@ -198,7 +198,7 @@ def test_temporary_memory_of_an_adafactor_step_is_two_fp32_pieces(elements, monk
 
 @pytest.mark.matrix
 @in_a_new_process
-def test_adafactor_step_raises_resident_memory_by_less_than_a_quarter_of_the_fp32_weight(monkeypatch):
+def test_adafactor_step_raises_process_rss_by_less_than_a_quarter_of_the_fp32_weight(monkeypatch):
     """The tracker does not see fragmentation of the heap: pieces of 4 MiB that are allocated again and again, with
     small live tensors between them, can leave holes that add up to a full parameter in fp32."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 20)
@@ -213,7 +213,7 @@ def test_adafactor_step_raises_resident_memory_by_less_than_a_quarter_of_the_fp3
     assert process.peak_rss_bytes() - before < p.numel()  # 1 byte per element: a quarter of the fp32 weight
 
 
-def test_adafactor_step_traced_with_fake_tensors_has_few_enough_operators_for_an_8b_model(monkeypatch):
+def test_adafactor_step_traced_with_fake_tensors_takes_at_most_250_000_operators_per_8_billion_parameters(monkeypatch):
     """The planner traces the step operator by operator, so the number of operators must be small."""
     monkeypatch.setattr(adafactor, "CHUNK", 1 << 22)
     shape = (20 * 1024, 4096)

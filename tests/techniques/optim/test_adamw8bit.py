@@ -186,7 +186,7 @@ def test_adamw8bit_rounds_weights_to_16_bits_as_masters_are_rounded(dtype, way):
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("bits", [8, 32])
-def test_adamw8bit_copies_the_new_weight_of_an_adapter_that_is_kept_in_fp32(way, bits):
+def test_adamw8bit_step_of_a_weight_with_an_fp32_copy_writes_the_updated_weight_without_rounding(way, bits):
     p, _, out = stepped(5000, rounded=torch.float32, bits=bits)
     assert torch.equal(out, p)
 
@@ -348,7 +348,7 @@ def test_split_weights_rounded_to_nearest_even_change_in_a_step_of_zero_length(m
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # 127**2 / m is finite for the first, infinite for the second
-def test_adamw8bit_treats_a_block_of_tiny_gradients_as_zero(way, tiny):
+def test_adamw8bit_step_with_tiny_gradients_stores_zero_first_moments_and_leaves_the_weights_unchanged(way, tiny):
     """Otherwise codes would be computed from infinity, and the codes of zeros from NaN."""
     p = nn.Parameter(torch.ones(4096))
     optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)

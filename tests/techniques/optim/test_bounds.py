@@ -216,7 +216,7 @@ def test_no_weight_moves_further_than_the_optimizer_rule_allows_without_a_compil
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "paged_adamw8bit"])
-def test_adam8bit_with_second_moments_rounded_to_zero_exceeds_the_update_bound_100_times(
+def test_adam8bit_with_second_moments_rounded_to_zero_exceeds_the_update_bound_by_a_factor_of_100(
     moved, without_compiler, monkeypatch, optim
 ):
     """The deliberately wrong variant: bitsandbytes' own code map, which rounds a tiny second moment to zero. The CUDA
@@ -227,7 +227,7 @@ def test_adam8bit_with_second_moments_rounded_to_zero_exceeds_the_update_bound_1
 
 
 @pytest.mark.wrong
-def test_adamw_with_float8_second_moments_exceeds_the_update_bound_100_times(moved, monkeypatch):
+def test_adamw_with_float8_second_moments_exceeds_the_update_bound_by_a_factor_of_100(moved, monkeypatch):
     """The deliberately wrong variant: torchao's AdamWFp8. In float8, numbers below 2e-6 of a block's
     largest number become zero. The second moment holds squares, so it becomes zero first."""
     import torchao.optim

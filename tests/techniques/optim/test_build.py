@@ -152,7 +152,7 @@ STATE_BYTES = {
 
 
 @pytest.mark.parametrize("optim", EACH)
-def test_optimizer_state_has_the_documented_bytes_per_parameter(config, optim):
+def test_optimizer_state_takes_the_bytes_per_parameter_of_the_moments_that_each_optimizer_stores(config, optim):
     """The bytes of the state tensors are counted: for example 2 x 1 byte and two fp32 scales per 256 elements."""
     change, made = stepped(config, optim)
     # by storage: bitsandbytes' tables of 256 values are shared by all parameters
@@ -379,7 +379,7 @@ def test_paged_state_is_restored_as_paged_memory_unless_bitsandbytes_restores_th
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
-def test_paged_state_saved_on_a_card_steps_without_a_card_unless_bitsandbytes_restores_the_state(
+def test_paged_state_of_a_card_steps_on_a_cpu_without_cuda_prefetch_unless_bitsandbytes_restores_the_state(
     config, managed, monkeypatch, tmp_path, guarded
 ):
     """A checkpoint records that its state was paged. In the unguarded, deliberately wrong variant the first step asks

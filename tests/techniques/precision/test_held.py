@@ -91,7 +91,7 @@ def test_extra_state_of_a_precision_is_counted_as_optimizer_memory_unless_hidden
 
 @pytest.mark.rows("Kahan-auto")
 @pytest.mark.parametrize(("precision", "strategy"), [(Kahan, "auto"), (Kahan, "ddp"), (Forgetful, "auto")])
-def test_resume_restores_extra_state_of_a_precision_and_all_bits_unless_the_state_is_not_loaded(
+def test_resume_restores_extra_state_of_a_precision_and_all_bits_unless_loading_the_state_is_left_out(
     fit, precision, strategy
 ):
     lines = (*chosen(precision), "lr=1e-4", "scheduler=constant", f"strategy={strategy}")

@@ -176,6 +176,7 @@ def test_gradient_freed_while_host_memory_is_counted_raises_no_error():
         ({"BFloat16Stochastic": {"held": {}}}, 0),  # from a run whose optimizer ran on the device
         ({}, 0),
     ],
+    ids=["saved", "earlier version", "updated on the device", "nothing saved"],
 )
 def test_stochastic_rounding_continues_from_the_step_of_its_checkpoint(checkpoint, expected):
     callback, precision = MasterWeights(), BFloat16Stochastic()

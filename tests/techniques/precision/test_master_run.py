@@ -216,7 +216,9 @@ def broken(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "lines", [["precision=bf16-master", "on_nonfinite=skip"], ["precision=16-master", "clip=null"]]
+    "lines",
+    [["precision=bf16-master", "on_nonfinite=skip"], ["precision=16-master", "clip=null"]],
+    ids=["bf16-master", "16-master"],
 )
 def test_non_finite_gradient_with_masters_skips_the_step_and_is_counted(fit, broken, lines):
     broken("wpe.weight", (1, 2))

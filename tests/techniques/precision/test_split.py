@@ -80,7 +80,7 @@ def test_upper_half_of_a_split_fp32_number_is_the_nearest_bf16_with_ties_away_fr
     assert (away <= (wide.bfloat16().float() - wide).abs()).all()
 
 
-def test_split_and_join_write_in_place_for_any_shape_and_layout():
+def test_split_and_join_in_place_restore_transposed_sliced_scalar_and_empty_fp32_tensors():
     wide = torch.randn(3, 5, 7, requires_grad=True)
     for one in (wide, wide.transpose(0, 2), wide[:, 1:3], wide[0, 0, 0], wide[:0]):
         upper, rest = fp32_halves.halves(one)

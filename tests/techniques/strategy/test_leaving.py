@@ -41,7 +41,7 @@ def test_leaving_two_thousand_process_groups_does_not_hang():
 
 @pytest.mark.process
 @pytest.mark.wrong
-def test_process_group_destroyed_in_the_wrong_order_hangs():
+def test_process_group_destroyed_before_ddp_hangs_within_2000_rounds():
     """Shows that the test above can fail: if the group is destroyed before DDP, one of 20 to 300 rounds hangs."""
     done = run_rounds(2000, 600, "--wrong")
     assert done.returncode == 1 and "Timeout" in done.stderr, done.stdout + done.stderr
@@ -54,7 +54,9 @@ def test_ten_ddp_runs_of_two_ranks_end_with_exit_code_0(processes, tmp_path):
 
 
 @pytest.mark.parametrize("releases", [True, False], ids=["released", "not released"])
-def test_strategy_that_outlives_its_process_group_keeps_gloo_threads_only_if_not_released(releases, monkeypatch):
+def test_strategy_that_outlives_its_process_group_keeps_no_gloo_threads_unless_release_is_left_out(
+    releases, monkeypatch
+):
     """In a run, reference cycles of Lightning keep the strategy alive. A thread that waits for the GIL when Python
     exits aborts the process."""
     if not releases:  # the deliberately wrong variant

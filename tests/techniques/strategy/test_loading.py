@@ -223,7 +223,9 @@ def test_rank_0_needs_memory_for_its_shards_and_two_tensors_unless_the_model_is_
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama", pytest.param("llama, untied, 16 bits", marks=pytest.mark.matrix)])
-def test_each_tensor_parallel_rank_receives_its_shards_from_rank_0(config, monkeypatch, case):
+def test_shards_that_rank_0_sends_to_tensor_parallel_ranks_equal_the_shards_of_the_full_model(
+    config, monkeypatch, case
+):
     """The shards equal the shards of a rank that initializes the full model itself."""
     even = "model.architecture.vocab_size=302"  # even, so embedding and head are divided too
     cfg = config(*CASES[case], *([even] if case == "llama" else []))

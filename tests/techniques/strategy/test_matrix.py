@@ -65,7 +65,9 @@ def every():
 
 
 @pytest.mark.parametrize(("strategy", "name"), list(every()))
-def test_strategy_trains_like_one_process_on_the_joint_batch_or_is_refused_as_listed(ranks, folder, strategy, name):
+def test_each_feature_under_a_strategy_trains_like_one_process_on_the_joint_batch_or_is_refused_with_the_reason(
+    ranks, folder, strategy, name
+):
     case, bands = features(folder)[name]
     case = typed(case, strategy)
     if why_not(case):
@@ -141,7 +143,7 @@ def test_kto_answers_divided_over_devices_share_one_kl_estimate_and_train_like_o
 
 
 @pytest.mark.wrong
-def test_step_skipped_by_one_fsdp_rank_only_fails_the_run(ranks, folder):
+def test_step_that_only_one_fsdp_rank_skips_fails_the_run(ranks, folder):
     case, _ = features(folder)[OF_PARTS]
     case = replace(typed(case, "fsdp"), wrong="local norm")
     case = replace(case, lines=(*case.lines, "strategy.timeout=5"))

@@ -83,7 +83,7 @@ def test_overflowing_step_is_skipped_on_all_pipeline_stages(pair):
     assert False in first["stepped"] and first["stepped"][-1]
 
 
-def test_each_pipeline_stage_holds_weights_and_state_of_its_blocks(pair):
+def test_pipeline_stages_hold_equal_bytes_that_add_up_to_one_process_plus_the_second_tied_weight(pair):
     one = alone(CASES["1f1b"])
     for key, times in (("weight_bytes", 1), ("state_bytes", 2)):  # AdamW has two moments
         parts = [rank[key] for rank in pair["1f1b"]]
@@ -121,7 +121,7 @@ def in_flight(order):
     return max(sum(held[: end + 1]) for end in range(len(held)))
 
 
-def test_pipeline_bubble_and_micro_batches_in_flight_follow_the_schedule(pair):
+def test_pipeline_of_2_stages_and_4_micro_batches_idles_a_fifth_and_keeps_2_with_1f1b_or_4_with_gpipe(pair):
     for name in ("1f1b", "gpipe"):
         orders = [rank["order"] for rank in pair[name]]
         assert bubble(orders) == pytest.approx((2 - 1) / (4 + 2 - 1))
@@ -176,7 +176,9 @@ SLOW = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", [2, 3])
-def test_pipeline_of_2_or_3_stages_equals_one_process_with_every_listed_technique(processes, tmp_path, size):
+def test_pipeline_of_2_or_3_stages_equals_one_process_with_adapters_16_bits_tiles_and_checkpointing(
+    processes, tmp_path, size
+):
     """fp64 cases are equal within 1e-9, the other cases within 1e-4."""
     seen = together(processes, tmp_path, SLOW, size)
     off = {name: largest_error(ranks, alone(SLOW[name])) for name, ranks in seen.items()}

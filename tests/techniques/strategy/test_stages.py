@@ -66,7 +66,7 @@ def test_last_pipeline_stage_with_zeros_as_input_gives_other_logits():
 
 
 @torch.no_grad()
-def test_model_whose_blocks_have_additional_inputs_differs_when_divided_into_pipeline_stages():
+def test_model_whose_blocks_have_additional_inputs_has_other_logits_when_divided_into_pipeline_stages():
     model, micro_batch = a_model("gemma4")  # its blocks read separate embeddings, so `Pipeline.shard` refuses it
     whole = model(**micro_batch.inputs, use_cache=False).logits
     assert not same(model, divided(model, 2), micro_batch)

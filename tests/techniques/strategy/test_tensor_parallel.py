@@ -83,7 +83,7 @@ def figures(processes, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_two_tensor_parallel_ranks_equal_one_process(figures, case):
+def test_two_tensor_parallel_ranks_have_the_loss_gradients_norm_and_weights_of_one_process(figures, case):
     found, bound = figures[case], SINGLE if "dtype" in CASES[case] or "tiled" in case else EXACT
     assert found["loss"] < (bound if bound == EXACT else 1e-4)  # a sum of 48 tokens
     assert found["gradients"] < bound and found["norm"] < 1e-6
@@ -199,7 +199,9 @@ def test_invalid_tensor_parallel_size_for_the_number_of_devices_is_refused():
 
 
 @pytest.mark.matrix
-def test_tensor_parallelism_in_two_data_parallel_groups_equals_one_process(processes, tmp_path):
+def test_tensor_parallelism_in_two_data_parallel_groups_has_the_gradients_and_weights_of_one_process(
+    processes, tmp_path
+):
     """Two groups of two ranks; each group reads different rows."""
     kinds = {"llama": {}, "qwen3": {"kind": "qwen3"}, "gpt2": {"kind": "gpt2"}, "lora": {"adapter": True}}
     kinds |= {

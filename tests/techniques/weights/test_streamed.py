@@ -101,7 +101,9 @@ def test_streaming_with_some_resident_blocks_has_the_bits_of_resident_weights(co
         ),
     ],
 )
-def test_streaming_with_any_clipping_and_optimizer_has_the_bits_of_resident_weights(config, resident, clip, optim):
+def test_streaming_with_clip_off_value_or_both_and_three_optimizers_has_the_bits_of_resident_weights(
+    config, resident, clip, optim
+):
     arguments = lines("llama", "loss=chunked", "max_steps=2", clip=clip, optim=optim)
     assert trained(config, streamed(), "llama", arguments).same(resident(config, "llama", arguments))
 
@@ -404,7 +406,7 @@ def test_streamed_parameters_hold_nan_after_the_move_to_the_host_and_are_restore
     assert all(torch.equal(p, right[name]) for name, p in model.named_parameters())
 
 
-def test_streaming_a_model_with_a_shared_mlp_and_repeated_blocks_has_resident_gradients():
+def test_streaming_a_model_with_a_shared_mlp_and_repeated_blocks_has_the_gradients_of_resident_weights():
     """Blocks two and four share their MLP, which stays resident, and the model runs all blocks twice."""
     batch = MicroBatch(*torch.randint(0, VOCABULARY, (2, 3, 20)))
 

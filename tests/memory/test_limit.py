@@ -82,7 +82,7 @@ def test_offloaded_block_inputs_of_several_micro_batches_are_prefetched_in_backw
         assert [other for other, boundary in made.items() if boundary.back is not None] == ([coming] if coming else [])
 
 
-def test_block_inputs_of_a_pipeline_stage_are_prefetched_within_their_micro_batch():
+def test_fetching_a_block_input_of_a_pipeline_stage_prefetches_the_previous_block_of_the_same_micro_batch():
     chain = Chain()
     made = {(n, block): chain.make(block, torch.randn(2)) for n in range(2) for block in range(3)}
     for n in range(2):

@@ -99,7 +99,7 @@ def test_unowned_host_memory_counts_on_a_cpu_but_not_on_a_separate_device(device
         del kept
 
 
-def test_memory_ledger_counts_tied_weights_once_and_finds_nested_optimizer_state():
+def test_memory_ledger_counts_tied_weights_once_and_no_host_tensors_on_the_device():
     a = torch.nn.Linear(16, 16, bias=False)
     b = torch.nn.Linear(16, 16, bias=False)
     b.weight = a.weight
@@ -108,6 +108,8 @@ def test_memory_ledger_counts_tied_weights_once_and_finds_nested_optimizer_state
     ledger.own("optimizer", lambda: [floats(3)], side="host")
     assert ledger.bytes() == dict.fromkeys(CATEGORIES, 0) | {"weights": KIB}
 
+
+def test_optimizer_state_includes_tensors_in_nested_dicts():
     class Nested:
         state = {"p": {"block": [floats(1), {"deep": floats(2)}], "step": 3}}  # noqa: RUF012
 

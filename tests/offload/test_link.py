@@ -83,7 +83,9 @@ class Gate:
 
 
 @pytest.mark.wrong
-def test_forward_that_does_not_wait_for_updated_weights_differs_from_a_naive_training_loop(config, monkeypatch):
+def test_forward_that_does_not_wait_for_updated_weights_differs_from_a_naive_loop_or_raises_an_in_place_error(
+    config, monkeypatch
+):
     """The deliberately wrong variant: the next forward pass reads weights before their copy has arrived."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
@@ -97,7 +99,9 @@ def test_forward_that_does_not_wait_for_updated_weights_differs_from_a_naive_tra
 
 
 @pytest.mark.parametrize("waited", [True, False], ids=["waited", "not waited"])
-def test_weights_at_the_end_of_a_run_have_the_last_update_unless_the_run_does_not_wait(config, monkeypatch, waited):
+def test_weights_at_the_end_of_a_run_have_the_last_update_unless_waiting_for_the_host_is_left_out(
+    config, monkeypatch, waited
+):
     """The export reads these weights. In the deliberately wrong variant the host has not finished its updates."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=1")
     gate, found, teardown = Gate(monkeypatch), [], InPlace.teardown

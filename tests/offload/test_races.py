@@ -182,7 +182,7 @@ def test_missing_wait_between_host_and_device_accesses_protected_memory_and_cras
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["registered", "not registered"])
-def test_host_block_is_updated_after_its_last_copy_unless_the_copy_is_not_registered(waits):
+def test_host_block_is_updated_after_its_last_copy_unless_registering_the_copy_is_left_out(waits):
     """In training, the gradient of an update depends on the copied weight, so the update follows the copy in any case.
     Only `update_block` orders an update after a copy that is not used."""
     with watched() as found:

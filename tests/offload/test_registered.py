@@ -160,7 +160,7 @@ def test_streamed_evaluation_in_inference_mode_has_the_logits_of_resident_weight
 
 
 @pytest.mark.parametrize("failed", ["copy", "step"])
-def test_streamed_weights_are_restored_after_a_failed_copy_or_update(failed):
+def test_parameters_have_the_original_bits_after_a_streamed_copy_or_update_has_failed(failed):
     class Broken(SlowLane):
         def copy(self, to, source, after):
             raise ZeroDivisionError("in the copy")

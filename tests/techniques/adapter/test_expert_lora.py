@@ -59,7 +59,7 @@ def test_lora_of_experts_adds_matrices_and_leaves_the_initial_logits_unchanged(f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exported_lora_of_experts_opened_by_peft_has_equal_logits_and_gradients(tmp_path, family):
+def test_exported_lora_of_experts_opened_by_peft_has_the_logits_and_gradients_of_the_exporting_model(tmp_path, family):
     model = made(family)
     LoRA(r=4, alpha=6, experts="lora")(model)
     made(family).save_pretrained(tmp_path / "base")
@@ -141,7 +141,7 @@ def test_merged_lora_of_experts_has_the_logits_of_the_adapted_model(family, adap
     assert (logits(model) - expected).abs().max() < FP32_REORDERED * expected.abs().max()
 
 
-def test_pickled_model_with_lora_of_experts_has_equal_logits():
+def test_pickled_model_with_lora_of_experts_has_the_logits_of_the_original_model():
     model = made("qwen3_moe")
     QLoRA(r=4, experts="lora")(model)
     assert torch.equal(logits(pickle.loads(pickle.dumps(moved(model)))), logits(model))

@@ -321,7 +321,7 @@ def test_peft_folder_of_an_adapter_other_than_lora_is_refused(tmp_path, config):
 
 
 @pytest.mark.parametrize("init", [False, "gaussian", "orthogonal"])
-def test_adapter_folder_with_a_supported_init_lora_weights_loads_with_equal_logits(tmp_path, init):
+def test_adapter_folder_with_a_supported_init_lora_weights_loads_with_the_logits_of_the_saved_adapter(tmp_path, init):
     theirs = network()
     LoRA(r=4)(theirs)
     path, ours = folder(tmp_path / "a", moved(theirs), init_lora_weights=init), network()

@@ -227,7 +227,7 @@ def test_routers_of_a_mixture_of_experts_are_not_quantized():
     assert not any(name.endswith("shared_expert_gate") for name in in_4_bits(model))
 
 
-def test_pickled_or_copied_model_with_4_bit_experts_has_equal_logits():
+def test_pickled_or_copied_model_with_4_bit_experts_has_the_logits_of_the_original_model():
     model = small("qwen3_moe", num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2).eval()
     nf4.quantize(model)
     ids = torch.arange(8)[None]

@@ -80,7 +80,7 @@ def test_checkpoint_recomputation_without_the_random_state_changes_the_gradients
     [("gpt2", False), ("llama", False), ("gpt2", True)],
     ids=["gpt2", "llama", "gpt2 forgetful"],
 )
-def test_checkpointing_on_a_card_gives_the_gradient_bits_of_none_unless_random_state_is_not_restored(
+def test_checkpointing_on_a_card_gives_the_gradient_bits_of_none_unless_restoring_random_state_is_left_out(
     model_type, batch, deterministic, monkeypatch, forgetful
 ):
     """With dropout, whose masks the card draws. The forgetful variant draws other masks in recomputation."""
@@ -226,7 +226,7 @@ class Meddling(nn.Module):
         return x
 
 
-def test_model_that_changes_hidden_states_between_blocks_has_equal_gradients_when_checkpointed():
+def test_checkpointing_a_model_that_changes_hidden_states_between_blocks_gives_the_gradient_bits_of_none():
     results = []
     for apply in (checkpointing.none, partial(checkpointing.segments, k=2), checkpointing.every_layer):
         torch.manual_seed(0)

@@ -120,7 +120,9 @@ def watch_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_selective_checkpointing_of_results_changed_in_place_keeps_the_gradient_bits(make, monkeypatch):
+def test_selective_checkpointing_of_results_changed_in_place_gives_the_gradient_bits_of_no_checkpointing(
+    make, monkeypatch
+):
     kept = gradients(make, checkpointing.none)
     assert equal(kept, gradients(make, checkpointing.selective))
     watch_nothing(monkeypatch)
@@ -221,7 +223,7 @@ def test_second_backward_pass_with_selective_checkpointing_raises_an_error():
         loss.backward()
 
 
-def test_function_compiled_inside_a_selective_block_stays_compiled_and_keeps_the_gradients():
+def test_function_compiled_inside_a_selective_block_stays_compiled_and_has_the_gradient_bits_of_eager_blocks():
     graphs = []
 
     def backend(graph, inputs):
@@ -240,7 +242,7 @@ def test_function_compiled_inside_a_selective_block_stays_compiled_and_keeps_the
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_in_selective_contexts_is_recomputed_with_equal_results():
+def test_flex_attention_recomputed_in_selective_contexts_has_the_bits_of_the_forward_pass():
     """Flex attention is a higher-order operator, which most dispatch modes do not admit."""
     x = torch.randn(1, 2, 16, 16)
     forward, again = selective.contexts()

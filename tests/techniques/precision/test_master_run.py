@@ -139,7 +139,9 @@ def test_checkpoint_holds_masters_and_state_once_and_no_16_bit_weights(fit, opti
     ],
     ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
-def test_checkpoint_resumes_in_another_precision_from_equal_weights(fit, monkeypatch, before, after, dtype):
+def test_run_resumed_in_another_precision_starts_from_the_checkpoint_weights_in_the_dtype_of_that_precision(
+    fit, monkeypatch, before, after, dtype
+):
     _, run = fit(f"precision={before}")
     restored, start = {}, CausalLM.on_train_start
 

@@ -51,7 +51,9 @@ def train(small, tmp_path):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.matrix), CARDS])
-def test_two_ranks_of_each_strategy_hold_their_share_of_weights_and_the_predicted_memory(train, device, strategy):
+def test_two_ranks_of_each_strategy_hold_their_share_of_weights_and_on_cards_at_most_1_1_times_predicted_memory(
+    train, device, strategy
+):
     lines = (f"strategy={strategy}", f"device={device}", "precision=bf16", "optim=adamw", *SIZES[device])
     summary, pinned = train(*lines)
     ranks, shares = summary["ranks"], [rank["weights"] / summary["weights_bytes"] for rank in summary["ranks"]]

@@ -369,7 +369,7 @@ def test_streaming_with_a_deliberate_fault_is_not_finite_or_differs_from_residen
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["registered", "not registered"])
-def test_host_updates_a_weight_after_its_pending_copy_unless_the_copy_is_not_registered(waits):
+def test_host_updates_a_weight_after_its_pending_copy_unless_registering_the_copy_is_left_out(waits):
     """In training a gradient exists only after its weight was copied, so only a prefetched, unused copy can overlap
     with an update. The deliberately wrong variant does not register the copy."""
     lane, p = SlowLane(), nn.Parameter(torch.ones(1000))

@@ -89,7 +89,7 @@ def test_run_fits_a_card_if_reserved_memory_and_cuda_context_do_not_exceed_its_s
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_cuda_context_is_not_subtracted_twice_from_free_memory_of_a_present_card(monkeypatch, config, twice):
+def test_run_fits_the_free_memory_of_a_present_card_unless_a_second_cuda_context_is_added(monkeypatch, config, twice):
     """The CUDA context already takes 0.3 of 11.75 GiB, and the recipe fits in the rest. The wrong variant (`twice`)
     adds a second context to the prediction."""
     free = round((11.75 - 0.3) * GIB)

@@ -18,7 +18,7 @@ def test_technique_in_the_config_equals_the_declaration_in_its_yaml(config, grou
 
 
 @pytest.mark.parametrize("group", groups())
-def test_group_except_weights_strategy_and_compile_advises_one_technique_and_host_variants_exist(group):
+def test_every_group_except_weights_strategy_and_compile_advises_one_technique_that_saves_memory(group):
     every = techniques(group)
     advised = [name for name, technique in every.items() if technique.advised]
     # Three groups advise nothing. Only a plan can advise streamed weights (which need certain choices of precision and
@@ -26,6 +26,11 @@ def test_group_except_weights_strategy_and_compile_advises_one_technique_and_hos
     assert len(advised) == (group not in ("weights", "strategy", "compile")) and all(
         every[name].saves for name in advised
     )
+
+
+@pytest.mark.parametrize("group", groups())
+def test_declared_host_variant_is_in_the_group_and_optimizers_step_by_element_or_matrix(group):
+    every = techniques(group)
     for technique in every.values():
         assert technique.on_host is None or technique.on_host in every
         assert technique.steps_by in (None, "element", "matrix")
@@ -43,7 +48,7 @@ def test_declaration_of_an_unknown_property_is_refused(tmp_path, monkeypatch, co
         config("+optim.declares.pagse=true").technique("optim")
 
 
-def test_technique_without_declarations_has_the_defaults():
+def test_accumulation_none_which_declares_nothing_equals_a_technique_of_default_values():
     assert Technique() == techniques("accumulation")["none"]
 
 

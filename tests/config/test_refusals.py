@@ -113,6 +113,7 @@ def test_refused_command_line_builds_nothing_and_says_what_to_type(command, tmp_
         ["precision=bf16-master", "+trainer.strategy=auto", "+trainer.devices=1", "optim=muon"],
         ["optim=adam8bit", "optim.embedding_bits=32"],
     ],
+    ids=" ".join,
 )
 def test_command_line_close_to_a_refused_one_trains_4_steps(fit, allowed):
     summary, _ = fit(*allowed)

@@ -10,7 +10,7 @@ from lowmem.model.loading import architecture
 from lowmem.system.errors import Refused
 
 
-def test_assignment_to_any_field_of_a_run_raises_an_error():
+def test_assignment_to_a_field_of_a_run_or_of_its_sections_raises_an_error():
     run = run_of([])
     for one, key in ((run, "lr"), (run.model, "name"), (run.optim, "lr"), (run.precision, "target")):
         with pytest.raises(ValidationError, match="frozen"):
@@ -41,9 +41,12 @@ def test_replaced_architecture_keeps_no_keys_of_the_old_architecture():
     assert run.replacing("model.architecture", other).model.architecture == other
 
 
-def test_settling_a_config_reports_all_errors_together_and_returns_a_valid_run_unchanged():
+def test_settling_a_config_reports_an_invalid_lr_and_an_invalid_max_steps_together():
     with pytest.raises(Refused) as refusal:
         settled(composed(["lr=-1", "max_steps=0", "+optim.lrs=1e-3"]))
     assert str(refusal.value).count("\n") >= 1 and "lr=-1" in str(refusal.value) and "max_steps=0" in str(refusal.value)
+
+
+def test_settling_a_valid_run_returns_this_run_unchanged():
     run = run_of([])
     assert settled(run) is run and settled(composed([])).as_dict() == run.as_dict()

@@ -117,7 +117,7 @@ DRAWN = (files, typed)
 
 
 @pytest.mark.parametrize("cases", [50, pytest.param(500, marks=pytest.mark.matrix)])
-def test_files_with_arbitrary_bytes_and_names_are_tokenized_exactly_or_refused(cases, tmp_path):
+def test_tokens_of_text_files_with_arbitrary_bytes_and_names_decode_to_the_text_or_files_are_refused(cases, tmp_path):
     counted = outcomes(outcome, DRAWN, tmp_path / "case", cases, again=cases > 50)
     empty = counted["contain no text"] + counted["there is no text in it"]
     assert counted["tokens"] > cases / 10 and empty > cases / 25 and len(counted) >= 5

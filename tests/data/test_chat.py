@@ -339,10 +339,13 @@ def test_invalid_conversation_is_refused_with_its_reason(chatml, messages, said)
         encoded(chatml, {"messages": messages})
 
 
-def test_messages_in_another_field_as_content_parts_or_as_json_text_give_equal_tokens(chatml):
+def test_messages_in_another_field_as_content_parts_or_as_json_text_give_the_tokens_of_plain_messages(chatml):
     assert marked(chatml, {"talk": TWO["messages"]}, messages="talk") == CHATML_TWO
     parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in TWO["messages"]]
     assert marked(chatml, {"messages": parts}) == marked(chatml, {"messages": json.dumps(parts)}) == CHATML_TWO
+
+
+def test_conversation_without_the_messages_field_is_refused_with_the_names_of_its_fields(chatml):
     with pytest.raises(BadRecord, match=r'field "messages" is missing \(fields: "text"\)'):
         encoded(chatml, {"text": "a"})
 

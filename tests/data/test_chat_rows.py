@@ -115,6 +115,11 @@ def learned(template: str, *messages: dict, **how) -> list[str]:
         (THREE, [USER, message("assistant", "fine", reasoning="I am")], "the reasoning of message 2 (assistant)"),
         (turns("{{ messages[0].content }}"), [USER, ANSWER], "message 2 (assistant)"),
     ],
+    ids=[
+        *("developer message", "tool message", "name of a tool message", "name of a user message", "tool call"),
+        *("call beside an answer", "answer beside a call", "second call", "argument keys", "argument values"),
+        *("function_call", "thinking", "reasoning", "answer"),
+    ],
 )
 def test_message_part_missing_from_the_rendered_text_is_refused(template, messages, missing):
     said = re.escape(missing) + r".* is missing from the text that the chat template renders; .* type data.template="
@@ -123,7 +128,7 @@ def test_message_part_missing_from_the_rendered_text_is_refused(template, messag
 
 
 @pytest.mark.parametrize("value", [7, 2.5, "cat", ["cat", 7], {"deep": {"cat": 7}}])
-def test_tool_call_arguments_of_every_json_type_are_learned(value):
+def test_number_text_list_and_object_in_tool_call_arguments_are_learned(value):
     (row,) = learned(BOTH, USER, message("assistant", tool_calls=[call(value=value)]))
     assert f"A:[ call weather {json.dumps({'value': value})}{END}]" in row
 
@@ -530,24 +535,32 @@ def test_pair_with_a_blank_last_answer_is_refused_for_assistant_all(tmp_path):
         token_store.tokenize(made, tmp_path / "cache", 400, tokenizer(None))
 
 
-def test_tool_example_of_the_data_page_is_learned_as_documented():
+TOOLS = "{% for t in tools %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
+TOOLS += THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content or '' }}")
+
+
+def data_page() -> tuple[str, dict]:
+    """Returns the text of docs/data.md, and the record with tools that the page has as an example."""
     page = (ROOT / "docs" / "data.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith('    {"tools"'))
-    listed = "{% for t in tools %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
-    tools, record = (
-        listed + THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content or '' }}"),
-        json.loads(line),
-    )
-    made = tokenizer(tools)
+    return page, json.loads(line)
+
+
+def test_tool_example_of_the_data_page_learns_its_reasoning_tool_call_and_answer():
+    made, (_, record) = tokenizer(TOOLS), data_page()
     one = encoded(made, record)
     assert made.decode(one.ids[one.learned]).split(END) == [
         '<think>I have to look.</think> call weather {"city": "Paris"}',
         "<think></think>Yes, it is 21 degrees.",
         "",
     ]
+
+
+def test_data_page_quotes_the_refusal_of_a_second_tool_call_that_the_template_does_not_render():
+    page, record = data_page()
     record["messages"][1]["tool_calls"] *= 2
     del record["messages"][1]["reasoning_content"]
-    first = tools.replace("in m.tool_calls", "in (m.tool_calls or [])[:1]")
+    first = TOOLS.replace("in m.tool_calls", "in (m.tool_calls or [])[:1]")
     said = "the name of call 2 of message 2 (assistant) is missing from the text that the chat template renders"
     with pytest.raises(BadRecord, match=re.escape(said)):
         encoded(tokenizer(first), record)

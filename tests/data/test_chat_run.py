@@ -70,11 +70,7 @@ def test_training_on_shipped_conversations_lowers_the_loss_and_exports_the_templ
 
 
 @pytest.mark.parametrize("packing", ["documents", "padded"])
-def test_counts_of_tokens_and_learned_tokens_exclude_padding_and_continue_on_resume(
-    run, chat, tmp_path, packing, caplog
-):
-    """Checkpoints of earlier versions contain only the number of learned tokens. A resumed run continues both counts
-    from this number."""
+def test_counts_of_tokens_and_learned_tokens_in_summary_and_metrics_exclude_padding(run, chat, tmp_path, packing):
     typed = (f"data.packing={packing}", "logger=csv", "max_steps=2")
     summary = run(*typed)
     windows = [next(windows) for windows in [iter(build.data(chat(*typed)).train)] for _ in range(2)]
@@ -87,6 +83,11 @@ def test_counts_of_tokens_and_learned_tokens_exclude_padding_and_continue_on_res
     with (tmp_path / "run" / "metrics.csv").open() as lines:
         last = [row for row in csv.DictReader(lines) if row["train_loss"]][-1]
     assert (int(last["tokens"]), int(last["learned_tokens"])) == (tokens, learned)
+
+
+def test_resume_from_a_checkpoint_without_a_count_of_learned_tokens_takes_its_count_of_tokens(caplog):
+    """Checkpoints of earlier versions count only learned tokens, in `tokens`. A resumed run continues both counts from
+    this number."""
     resumed = CausalLM.__new__(CausalLM)
     torch.nn.Module.__init__(resumed)
     saved = {"position": {}, "tokens": 7, "skipped_steps": 0}

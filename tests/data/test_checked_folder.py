@@ -132,7 +132,7 @@ def test_cache_folder_removed_by_another_process_while_opening_is_rebuilt(tokens
     assert tokens() == right
 
 
-def test_concurrent_runs_with_a_damaged_cache_get_correct_tokens(tokens, tmp_path):
+def test_concurrent_runs_with_a_damaged_cache_get_the_tokens_of_the_undamaged_cache(tokens, tmp_path):
     """Threads stand in for processes."""
     right, found = tokens(), []
     for _ in range(3):
@@ -162,7 +162,7 @@ def test_damaged_cache_folder_removed_by_another_process_is_rebuilt(tokens, tmp_
     assert tokens() == right
 
 
-def test_concurrent_runs_that_fill_a_cache_get_correct_tokens(tokens, tmp_path):
+def test_concurrent_runs_that_fill_a_cache_get_the_tokens_that_a_later_run_reads_from_it(tokens, tmp_path):
     found = []
     runs = [threading.Thread(target=lambda: found.append(tokens())) for _ in range(4)]
     [run.start() for run in runs]

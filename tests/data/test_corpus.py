@@ -13,7 +13,7 @@ from lowmem.data.sources import reading, text_files
 from lowmem.system.errors import Refused
 
 
-def test_stdlib_source_is_split_by_file_without_tests_encodings_and_site_packages():
+def test_stdlib_source_excludes_tests_encodings_and_site_packages_and_is_split_by_file():
     lib = text_files.stdlib(val_fraction=0.05)
     size = {split: sum(f.stat().st_size for f in files) for split, files in (("train", lib.train), ("val", lib.val))}
     assert size["train"] > 3e6 and size["val"] >= 0.05 * (size["train"] + size["val"])
@@ -51,7 +51,7 @@ def test_val_path_that_equals_the_training_text_is_refused(text_folder, tmp_path
 # --- a single file ----------------------------------------------------------------------------------------------------
 
 
-def test_single_text_file_is_validated_on_its_last_part(text_folder):
+def test_single_text_file_with_val_fraction_0_2_is_validated_on_its_last_fifth(text_folder):
     one = next(text_folder.iterdir())
     given = text_files.text(str(one), "*", 0.2)
     assert given.train == given.val == [one] and given.tail == 0.2
@@ -67,6 +67,7 @@ def test_single_text_file_is_validated_on_its_last_part(text_folder):
         ("a\n" + "x" * 98, "x" * 20),  # a boundary that is too far away is ignored
         ("ab", "b"),
     ],
+    ids=["paragraph", "line", "word", "no boundary", "distant boundary", "two characters"],
 )
 def test_single_text_file_is_split_at_a_paragraph_line_or_word_boundary(text, val):
     assert text[reading.cut_at(lambda: [text], 0.2) :] == val

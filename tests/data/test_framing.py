@@ -254,17 +254,21 @@ def test_data_bos_for_conversations_is_refused(tmp_path):
         Preference(str(file), prompt=None, bos=False).chat  # noqa: B018
 
 
+def mixture(folder, **bos):
+    """Returns a mixture of one text per name. Args: bos: the value of data.bos of each part."""
+    for name in bos:
+        (folder / f"{name}.txt").write_text("the cat sat on the mat\n" * 40)
+    return Mix({name: text_files.text(str(folder / f"{name}.txt"), "*", 0.2, bos=value) for name, value in bos.items()})
+
+
 def test_mixture_whose_parts_set_different_data_bos_is_refused(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("the cat sat on the mat\n" * 40)
-    parts = {name: text_files.text(str(tmp_path / f"{name}.txt"), "*", 0.2) for name in "ab"}
-    typed = {name: text_files.text(str(tmp_path / f"{name}.txt"), "*", 0.2, bos=name == "a") for name in "ab"}
     with pytest.raises(Refused, match=r"data.parts: a and b have different values of data.bos"):
-        Mix(typed)
+        mixture(tmp_path, a=True, b=False)
+
+
+def test_data_bos_set_for_one_part_of_a_mixture_begins_the_rows_of_both_parts(tmp_path):
     made = tokenizer("bpe", "byte level")
-    opened = Mix(parts | {"b": text_files.text(str(tmp_path / "b.txt"), "*", 0.2, bos=True)}).opened(
-        RowSettings(tmp_path / "cache", 16, 0, made, [])
-    )
+    opened = mixture(tmp_path, a="auto", b=True).opened(RowSettings(tmp_path / "cache", 16, 0, made, []))
     assert [int(part.split.ids[0]) for part in opened.train.parts] == [IDS[BOS]] * 2
 
 
@@ -352,7 +356,7 @@ def test_tokenizer_that_alters_text_is_reported(caplog):
     assert r"'One  two,\n\tThree.' becomes" in caplog.text
 
 
-def test_data_bos_older_gives_the_tokens_of_earlier_versions():
+def test_data_bos_older_tokenizes_prompt_and_completion_apart_and_adds_no_begin_token():
     made = tokenizer("bpe", "metaspace always", "both")
     row = encoded(made, "Q: what?\nA:", " 42", bos="older")
     parts = [made(text, add_special_tokens=False)["input_ids"] for text in ("Q: what?\nA:", " 42")]
@@ -375,7 +379,7 @@ def test_data_bos_older_is_set_only_by_a_checkpoint_of_an_earlier_version(config
     assert lines_of_older(config("data=random", base=base), of_earlier) == {}
 
 
-def test_run_of_an_earlier_version_resumes_with_its_tokens_bit_exactly(fit, tmp_path):
+def test_run_without_begin_tokens_of_an_earlier_version_resumes_bit_exactly_and_refuses_another_data_bos(fit, tmp_path):
     tokenizer("bpe", "metaspace always", "bos").save_pretrained(tmp_path / "tokenizer")
     records = [{"p": f"Q: what is {i}?\nA:", "c": f" the cat {i}"} for i in range(40)]
     (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))

@@ -192,7 +192,7 @@ def test_invalid_jsonl_source_is_refused(tmp_path, typed, said):
         opened(path, **typed)
 
 
-def test_two_steps_on_jsonl_prompts_and_completions_report_plausible_tokens_and_loss(fit, tmp_path):
+def test_two_steps_on_jsonl_completions_count_fewer_tokens_than_positions_and_have_a_val_loss_of_4_to_7(fit, tmp_path):
     pairs = [{"q": f"What is {i}? ", "a": f"It is {i}."} for i in range(60)]
     path = write(tmp_path / "one.jsonl", pairs)
     lines = ("data=jsonl", f"data.path={path}", "data.prompt=q", "data.completion=a", "data.pattern=*")
@@ -298,7 +298,7 @@ DRAWN = (contents, st.none() | contents, st.sampled_from([False, False, True]), 
 
 
 @pytest.mark.parametrize("cases", [60, pytest.param(500, marks=pytest.mark.matrix)])
-def test_arbitrary_jsonl_lines_are_tokenized_exactly_or_refused(cases, tmp_path):
+def test_tokens_of_arbitrary_jsonl_lines_decode_to_the_texts_of_valid_lines_or_files_are_refused(cases, tmp_path):
     counted = outcomes(outcome, DRAWN, tmp_path / "case", cases, again=cases > 60)
     assert counted["tokens"] > cases / 10 and counted["line "] > cases / 10
 
@@ -338,7 +338,7 @@ def test_control_token_in_a_jsonl_record_is_refused_or_skipped_with_skip_bad(tmp
             assert np.array_equal(np.flatnonzero(split.ids == made.tokenizer.eos_token_id), split.ends - 1)
 
 
-def test_too_long_jsonl_document_is_refused_with_its_line_unless_records_were_left_out(tmp_path):
+def test_refusal_of_a_too_long_jsonl_document_names_its_line_unless_a_parsed_record_was_left_out(tmp_path):
     """Blank lines and lines of invalid JSON count as lines. If a parsed record was left out, no line is named."""
     texts = [*TEXTS[:3], "a longer one, " * 60, *TEXTS[3:], "the longest one, " * 90]
     lines = [json.dumps({"text": text}).encode() for text in texts]

@@ -75,7 +75,11 @@ def test_window_has_as_many_micro_batches_as_the_size_function_returns(sequences
     assert [len(w.micro_batches) for w in windows] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("size", [fixed(1), fixed(5), by_epoch({0: 1, 1: 3}), by_step({0: 2, 4: 7})])
+@pytest.mark.parametrize(
+    "size",
+    [fixed(1), fixed(5), by_epoch({0: 1, 1: 3}), by_step({0: 2, 4: 7})],
+    ids=["fixed 1", "fixed 5", "by_epoch", "by_step"],
+)
 @pytest.mark.parametrize("epochs", [1, 2, 4])
 def test_loader_counts_the_windows_of_epochs_without_reading_data(sequences, size, epochs, monkeypatch):
     read = takewhile(lambda window: window.end[:2] <= (epochs, 0), WindowLoader(sequences, Share(3), size, 7))

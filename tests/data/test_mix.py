@@ -85,7 +85,7 @@ def test_mixed_micro_batch_has_the_rows_of_its_parts_in_order():
 
 
 @pytest.mark.parametrize("second", ["joined", "documents"])
-def test_planner_example_of_a_mixture_has_its_tensor_names_and_shapes(second):
+def test_planner_example_of_a_mixture_has_the_tensor_names_and_input_shape_of_a_real_micro_batch(second):
     mixed = Mixed({"a": part(0, 20), "b": part(1000, 20, packing=second)}, None)
     data = {"parts": {"a": {"packing": "joined"}, "b": {"packing": second}}}
     real, found = mixed.micro_batch(np.arange(4)), rows_class(data).example(4, T)
@@ -254,7 +254,7 @@ def test_random_rows_are_reproducible_by_index_and_seed():
     assert not torch.equal(Drawn((0, 1), 100, 300, 16).micro_batch(np.arange(100)).input_ids, whole)
 
 
-def test_training_on_random_tokens_is_reproducible(small, config, tmp_path):
+def test_two_runs_on_random_tokens_have_equal_validation_losses(small, config, tmp_path):
     base = tuple(line for line in small if not line.startswith("data"))
     losses = [fit(config("data=random", base=base), tmp_path / name)["val_loss"] for name in "ab"]
     assert losses[0] == losses[1] > 5.0

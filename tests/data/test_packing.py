@@ -68,7 +68,7 @@ def layout(batch):
 
 @pytest.mark.parametrize("other", [None, "joined", "documents", "padded"])
 @pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
-def test_planner_example_has_the_memory_layout_of_full_rows_of_its_own_packing_only(kind, other):
+def test_planner_example_has_the_memory_layout_of_full_rows_unless_it_is_of_another_packing(kind, other):
     """The example has full rows, each with one document. The example of another packing has another layout."""
     made = rows(split(*(np.arange(SEQ_LEN) for _ in range(8))), SEQ_LEN, kind, "cut", "train")
     found = layout(packing.rows_class({"packing": other or kind}).example(4, SEQ_LEN))
@@ -189,7 +189,7 @@ def read(windows):
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_loader_of_packed_or_padded_rows_resumes_exactly_after_any_window(kind, size):
+def test_loader_of_packed_or_padded_rows_resumed_after_any_window_reads_the_windows_of_the_unbroken_one(kind, size):
     """Resumes after each of 38 windows, also across the end of an epoch."""
     unbroken = list(islice(WindowLoader(made(kind), Share(4), fixed(size), 7), 40))
     assert unbroken[-1].end.epoch > 0

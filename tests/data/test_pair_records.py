@@ -431,7 +431,7 @@ def test_file_of_single_rated_answers_is_read_for_kto_and_refused_for_simpo_and_
         build.data(typed("loss=kto", "data.packing=documents"))
 
 
-def test_preference_path_of_two_words_is_a_hub_id_unless_the_path_exists(tmp_path, monkeypatch):
+def test_preference_path_of_two_names_and_a_slash_is_a_hub_id_unless_the_path_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("org/name") and is_hub_id("org-1/name_2.5")
     (tmp_path / "org" / "name").mkdir(parents=True)

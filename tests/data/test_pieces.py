@@ -80,7 +80,7 @@ def test_ids_of_a_text_in_pieces_equal_ids_of_the_whole_text(tokenizer, small_pi
 
 @pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
 @pytest.mark.parametrize("wrong", ["every newline", "without proof"])
-def test_cuts_without_a_proof_change_the_ids_except_regular_cuts_with_gpt2(
+def test_pieces_cut_without_a_proof_have_other_ids_than_the_whole_text_except_regular_cuts_with_gpt2(
     tokenizer, small_pieces, monkeypatch, kind, wrong
 ):
     """The deliberately wrong variants skip the proof of a cut; one also cuts at every newline. For GPT-2 the regular
@@ -142,7 +142,7 @@ def test_tokens_of_a_file_in_blocks_equal_tokens_of_the_whole_file(tmp_path, sma
         assert split.ends.tolist() == [len(split.ids)] and split.text_bytes.tolist() == [len(part.encode())]
 
 
-def test_read_ahead_thread_delivers_items_and_errors():
+def test_read_ahead_thread_delivers_items_in_order_and_raises_the_error_of_the_source():
     made = []
 
     def items():

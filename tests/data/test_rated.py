@@ -213,7 +213,7 @@ def test_rated_answers_with_packing_documents_are_refused():
             make()
 
 
-def test_planner_example_of_rated_answers_has_their_tensor_names_dtypes_and_widths():
+def test_planner_example_of_rated_answers_has_the_tensor_names_and_dtypes_of_real_rows_at_full_width():
     rows = made()
     rows.reference = np.zeros((len(rows), 2))
     batch, example = rows.micro_batch(np.arange(3)), RatedAnswers.example(3, SEQ_LEN)

@@ -77,7 +77,7 @@ def test_streamed_conversations_have_the_template_digest_of_conversations_that_a
 
 @pytest.mark.rows("joined")
 @pytest.mark.parametrize("packing", ["joined", "documents"])
-def test_stream_resumes_bit_exactly_from_any_window_twice(folder, tokenizer, packing):
+def test_stream_resumed_and_then_resumed_again_reads_the_windows_of_the_unbroken_stream(folder, tokenizer, packing):
     """The windows cross boundaries of blocks, of shards and of an epoch."""
     unbroken = list(islice(loader(folder, tokenizer, packing=packing), 60))
     epochs = {window.end.epoch for window in unbroken}

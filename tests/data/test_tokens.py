@@ -124,6 +124,7 @@ def test_iconv_advice_quotes_the_file_name_for_the_shell(tmp_path):
         ("Größe".encode("utf-16"), r"not UTF-8 text \(line 1\)"),
         (b"\x7fELF\n\x00\x00 some binary", r"not UTF-8 text \(line 2\).* data.on_error=skip"),
     ],
+    ids=["invalid bytes", "latin-1", "utf-16", "binary file"],
 )
 def test_invalid_utf_8_is_refused_with_the_file_name_unless_on_error_is_set(tmp_path, content, said, caplog):
     for name, written in (("0.txt", b"words " * 40), ("1.txt", content), ("2.txt", b"words " * 30)):
@@ -330,7 +331,7 @@ def test_val_bytes_of_sentencepiece_tokens_equal_the_decoded_bytes(uneven, tmp_p
     assert [made.val_bytes(count) for count in range(11)] == text
 
 
-def test_run_reports_bits_per_byte_of_its_first_validation_sequences(fit, uneven, tmp_path):
+def test_bits_per_byte_of_a_run_are_the_val_loss_over_the_bytes_of_its_first_validation_sequence(fit, uneven, tmp_path):
     made, _ = uneven
     files = (f"data.path={tmp_path}/train.txt", f"data.val_path={tmp_path}/val")
     summary, _ = fit("data=text", *files, "val_sequences=1", "max_steps=1")

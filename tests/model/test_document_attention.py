@@ -79,7 +79,7 @@ def apart(ours, theirs):
     return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
 
 
-def test_document_starts_are_found_in_the_mask_function():
+def test_document_starts_found_in_the_mask_function_equal_the_starts_of_the_documents():
     assert first_tokens(mask_function(), 2, TOKENS, CPU).tolist() == FIRST
     assert first_tokens(mask_function(), 2, TOKENS, CPU).dtype == torch.int32
     assert asked().tolist() == FIRST
@@ -96,6 +96,7 @@ def test_document_starts_are_found_in_the_mask_function():
         (lambda *at: at[3] <= at[2], None),
         (packed_sequence_mask_function(NUMBERS), None),  # not causal: later tokens are visible
     ],
+    ids=["causal", "window of a row", "shorter window", "chunked", "first token", "other function", "not causal"],
 )
 def test_document_starts_counted_on_the_host_are_used_for_full_causal_document_masks_only(base, known):
     numbers = NUMBERS.clone()
@@ -163,7 +164,11 @@ def test_attention_by_document_equals_attention_of_separate_documents_bit_for_bi
 
 
 @pytest.mark.wrong
-@pytest.mark.parametrize("wrong", [FIRST[:1] + FIRST[2:], [0, 4, *FIRST[2:]], [0, 12, 24]])
+@pytest.mark.parametrize(
+    "wrong",
+    [FIRST[:1] + FIRST[2:], [0, 4, *FIRST[2:]], [0, 12, 24]],
+    ids=["start left out", "start shifted", "one document per row"],
+)
 def test_wrong_document_boundaries_change_the_outputs_or_gradients(wrong):
     def shifted(query, key, value):
         return attend(Layer(), query, key, value, torch.tensor(wrong, dtype=torch.int32), scaling=0.3)[0]

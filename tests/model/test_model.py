@@ -51,7 +51,7 @@ def built(how, dtype=torch.float32):
     return loading.load(loading.Described(how, loading.architecture(how)), dtype)
 
 
-def test_loaded_weights_have_the_requested_dtype_and_training_mode(folder):
+def test_loaded_weights_equal_the_stored_weights_in_the_requested_dtype_and_the_model_is_in_training_mode(folder):
     saved = AutoModelForCausalLM.from_pretrained(folder)
     for dtype in (torch.float32, torch.float16):
         network = built(spec(folder), dtype)
@@ -203,7 +203,9 @@ print((max(peak, anonymous()) - before) / weights)
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @in_a_new_process
-def test_loading_weight_shards_uses_memory_for_the_weights_and_at_most_one_more_tensor(tmp_path, dtype, wrong):
+def test_loading_weight_shards_holds_the_weights_and_one_more_tensor_unless_all_files_are_read_first(
+    tmp_path, dtype, wrong
+):
     """In fp32 the weights are new tensors, converted one by one; in the dtype of the files they are pages of the files.
     The wrong variant reads all files first."""
     shape = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
@@ -253,7 +255,7 @@ GEMMA3 = "{model_type: gemma3, text_config: {hidden_size: 32, num_hidden_layers:
 GEMMA3 += "num_key_value_heads: 1, head_dim: 16, intermediate_size: 64, vocab_size: 512}}"
 
 
-def test_model_with_a_nested_text_configuration_trains_on_a_tokenizer_of_its_vocabulary(fit):
+def test_tokenizer_of_a_model_with_a_nested_text_config_fits_its_vocabulary_and_sets_its_end_token(fit):
     _, run = fit("model=hf", "model.name=x", "model.pretrained=false", f"model.architecture={GEMMA3}", "max_steps=1")
     exported = AutoConfig.from_pretrained(run / "model")
     assert exported.get_text_config().vocab_size == 512

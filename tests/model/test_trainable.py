@@ -85,7 +85,9 @@ def test_wrong_variant_with_masters_of_frozen_weights_fails_the_byte_count(confi
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("more", [[], ["gradient_checkpointing=every_layer", "loss=chunked"]])
+@pytest.mark.parametrize(
+    "more", [[], ["gradient_checkpointing=every_layer", "loss=chunked"]], ids=["full loss", "every_layer and chunked"]
+)
 def test_frozen_weights_are_unchanged_and_trained_weights_equal_a_reference_training(config, precision, more):
     cfg = config_of(config, precision, *more, FREEZE)
     (start, theirs) = parity.expected(cfg, "adamw", "none")

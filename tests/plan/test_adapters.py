@@ -131,13 +131,16 @@ def test_search_does_not_change_adapter_or_freeze(composer):
             assert asked.config(route.option).adapter == asked.run.adapter
 
 
-def test_extrapolation_treats_frozen_and_trained_blocks_as_two_kinds(composer):
+def test_short_models_have_3_and_4_blocks_if_all_blocks_are_alike_but_5_and_6_if_the_first_4_are_frozen(composer):
     assert line_of(composer("freeze=[*.h.*.mlp.*]")({})) == Line(3, 4, DEPTH - 3)
     assert line_of(composer("freeze=['*.h.[0-3].*']")({})) == Line(5, 6, DEPTH - 5)
-    assert line_of(composer("adapter=lora", "adapter.target=['*.h.6.*']")({})) is None  # traced in full
 
 
-def test_loading_masters_of_a_partly_frozen_model_on_a_cpu_takes_one_fp32_copy(config):
+def test_model_with_an_adapter_on_the_last_block_only_is_traced_in_full(composer):
+    assert line_of(composer("adapter=lora", "adapter.target=['*.h.6.*']")({})) is None
+
+
+def test_loading_masters_of_a_partly_frozen_model_on_a_cpu_is_predicted_to_take_one_fp32_copy(config):
     """On a CPU the fp32 weights are loaded first, and then rounded to 16 bits one tensor at a time."""
     frozen = "freeze=[transformer.wte.*,transformer.h.0.*]"
     cfg = config(frozen, "precision=bf16-master").resolved()
@@ -146,7 +149,7 @@ def test_loading_masters_of_a_partly_frozen_model_on_a_cpu_takes_one_fp32_copy(c
     assert load == pytest.approx(4 * (shapes.parameters + shapes.largest), rel=0.01)
 
 
-def test_base_model_frozen_by_an_adapter_is_never_loaded_in_fp32(config):
+def test_base_model_frozen_by_an_adapter_loads_in_bf16_with_less_predicted_host_memory_than_masters(config):
     """A frozen weight needs no fp32 master, so loading takes about half of the host memory that masters of all weights
     take."""
     lines = ("adapter=lora", "precision=bf16-master", "adapter.r=1")

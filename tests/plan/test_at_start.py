@@ -18,7 +18,7 @@ from lowmem.system import process
 from lowmem.training import build
 
 
-def test_predicted_memory_is_reported_beside_measured_memory(command, tmp_path):
+def test_predicted_memory_in_the_summary_of_a_run_equals_measured_memory_of_each_phase_and_row(command, tmp_path):
     code, said = command("plan=check", "max_steps=3", "val_every=3")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert code == 0 and "predicted / measured" in said
@@ -159,7 +159,7 @@ def test_plan_given_as_a_size_with_device_auto_chooses_a_recipe_and_trains(comma
 
 
 @pytest.mark.process
-def test_plan_accepts_a_card_name_as_size(command):
+def test_plan_given_as_a_card_name_chooses_the_fastest_recipe_for_this_card_and_trains(command):
     typed = ("precision=32", "optim=adamw", "gradient_checkpointing=none", "loss=full", "max_steps=1")
     code, said = command("plan=rtx3060", *typed)
     assert code == 0 and "plan=rtx3060: " in said and "the fastest of" in said, said

@@ -95,7 +95,11 @@ def test_torch_2_11_is_predicted_to_use_cudnn_attention_for_more_calls(monkeypat
     assert taken == [call(BF16, 64, **GROUPED, **DROPS), *more]
 
 
-@pytest.mark.parametrize("forgotten", [{"grouped": False}, {"mask": False}, {"dropout": 0.0}, {"dtype": BF16}])
+@pytest.mark.parametrize(
+    "forgotten",
+    [{"grouped": False}, {"mask": False}, {"dropout": 0.0}, {"dtype": BF16}],
+    ids=["grouped", "mask", "dropout", "dtype"],
+)
 def test_omitting_one_rule_of_the_attention_choice_predicts_a_wrong_kernel(forgotten):
     assert differ(lambda one, capability: kernel(replace(one, **forgotten), capability))
 
@@ -360,7 +364,7 @@ def test_grouped_heads_in_fp32_are_predicted_to_keep_full_attention_scores_in_me
     assert "a mask" not in wide.advice and "share" in wide.advice
 
 
-def test_eager_attention_traces_equally_on_all_cards_and_cpu_attention_gets_no_advice(config):
+def test_eager_attention_traces_equally_for_capability_7_5_and_8_6_and_gets_no_advice_like_cpu_attention(config):
     eager = [traced(config, *LLAMA, "model.attention=eager", capability=c) for c in (7.5, 8.6)]
     assert eager[0].phases == eager[1].phases and eager[0].advice is None
     assert traced(config, *LLAMA, on_card=False).advice is None

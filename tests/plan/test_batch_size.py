@@ -25,7 +25,7 @@ def test_bisection_finds_the_largest_fitting_batch_size_divisor_in_at_most_3_tri
 
 
 @pytest.mark.process
-def test_batch_size_auto_fits_to_the_byte_and_keeps_the_effective_batch(fit):
+def test_batch_size_auto_limited_to_the_peak_of_batch_size_4_finds_4_and_keeps_the_effective_batch(fit):
     typed = {n: fit(*AUTO[1:], f"batch_size={n}", folder=f"typed{n}")[0] for n in (4, 6)}
     room = typed[4]["peak_bytes"]["device"]
     assert room < typed[6]["peak_bytes"]["device"]
@@ -58,7 +58,7 @@ def test_batch_size_twice_the_result_of_auto_does_not_fit(fit, config, device, p
 
 
 @pytest.mark.process
-def test_batch_size_auto_on_the_command_line_is_found_and_trained_with(command):
+def test_batch_size_auto_on_the_command_line_finds_4_within_1_gib_and_trains(command):
     code, said = command(*AUTO[:2], "accumulation.size=4", "memory.limit=1GiB", "plan=check", "max_steps=1")
     assert code == 0 and "batch_size=4 fits." in said and "1 micro-batch per optimizer step" in said, said
 

@@ -96,7 +96,7 @@ def gpt2_peak(s, mask=1):
     return weights_and_state + embedding + s.L * gpt2_block_keeps(s, mask) + final + loss
 
 
-def test_traced_peak_of_gpt2_in_fp32_with_dropout_equals_the_formula(config):
+def test_traced_peak_of_gpt2_in_fp32_with_dropout_equals_the_hand_derived_formula(config):
     found = highest(gpt2(config))
     assert max(found, key=found.get) == "backward"
     assert agree(found["backward"], gpt2_peak(GPT2))
@@ -175,7 +175,7 @@ def llama_forward_peak(s):
 MASTERS = ("precision=bf16-master", "gradient_checkpointing=every_layer", "loss=chunked", f"loss.rows={LLAMA.rows}")
 
 
-def test_traced_peak_of_checkpointed_llama_in_16_bits_equals_the_formula(config):
+def test_traced_peak_of_checkpointed_llama_in_16_bits_equals_the_hand_derived_formula(config):
     found = highest(llama(config, LLAMA, *MASTERS))
     assert max(found, key=found.get) == "backward"
     assert agree(found["forward"], llama_forward_peak(LLAMA))
@@ -217,7 +217,7 @@ def adafactor_peak(s, scratch=rounding):
     return llama_weights(s) + 8 * s.B * (s.T + 1) + adafactor_state(s) + sum(adafactor_step(s, scratch))
 
 
-def test_traced_peak_of_adafactor_with_stochastic_rounding_equals_the_formula(config):
+def test_traced_peak_of_adafactor_with_stochastic_rounding_equals_the_hand_derived_formula(config):
     found = highest(llama(config, FEW, "precision=bf16-sr", "optim=adafactor"))
     assert max(found, key=found.get) == "step"
     assert agree(found["step"], adafactor_peak(FEW))

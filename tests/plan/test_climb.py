@@ -63,7 +63,7 @@ def test_climb_search_finds_nothing_if_the_settings_of_least_memory_do_not_fit()
     assert Settings("every_layer", "tiled", 3) in looked  # the settings of least memory were tried
 
 
-def test_climb_search_gives_up_early_only_if_its_fastest_settings_are_too_slow():
+def test_climb_search_finds_only_settings_faster_than_another_route_and_stops_after_one_trace_if_none_can_be():
     """A route that is slower than another route with equal settings may fit with faster settings."""
     fastest = made(Settings("none", "full", 0)).seconds
     slower, looked = climbed(70, than=fastest)

@@ -156,7 +156,7 @@ def rows_agree(column, **derived):
     return all(agree(size, derived.get(name, 0)) for name, size in rows.items())
 
 
-def test_device_memory_column_of_gpt2_equals_the_formula(config):
+def test_device_and_host_memory_columns_of_gpt2_equal_the_hand_derived_formula(config):
     found, state = columns(gpt2(config), CARD), gpt2_state(GPT2)
     weights, kept = (
         4 * gpt2_parameters(GPT2),
@@ -171,7 +171,7 @@ def test_device_memory_column_of_gpt2_equals_the_formula(config):
 
 
 @pytest.mark.parametrize("on_card", [True, False])
-def test_memory_columns_of_host_masters_equal_the_formula(config, on_card):
+def test_memory_columns_of_host_masters_equal_the_hand_derived_formula(config, on_card):
     """On a CPU the host's column also has the rows of the device."""
     found = columns(llama(config, LLAMA, *MASTERS, "optim=adamw"), CARD if on_card else Target(False))
     parameters = (llama_weights(LLAMA) - 2 * 4 * (LLAMA.D // 2)) // 2
@@ -190,7 +190,7 @@ def test_memory_columns_of_host_masters_equal_the_formula(config, on_card):
     assert not rows_agree(replace(found.host, masters=0), **host)  # wrong: a row left out
 
 
-def test_device_memory_column_of_an_adafactor_step_equals_the_formula(config):
+def test_device_memory_column_of_an_adafactor_step_equals_the_hand_derived_formula(config):
     found = columns(llama(config, FEW, "precision=bf16-sr", "optim=adafactor"), CARD)
     gradients, scratch = adafactor_step(FEW)
     derived = {

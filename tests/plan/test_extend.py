@@ -103,11 +103,11 @@ def test_memory_extrapolated_to_a_wrong_depth_differs_from_the_full_trace(compos
         ("AAA", None),
     ],
 )
-def test_extrapolation_from_shortened_models_keeps_every_kind_of_block_or_is_not_used(kinds, line):
+def test_depths_of_the_two_short_models_follow_from_the_kinds_of_blocks_or_extrapolation_is_not_used(kinds, line):
     assert _line(kinds) == line
 
 
-def test_every_field_of_a_trace_is_extrapolated_linearly_from_two_depths():
+def test_numbers_counters_and_points_of_two_traces_are_extrapolated_linearly_and_other_fields_kept():
     near = {
         "a": 1,
         "b": Counter(x=2),
@@ -159,7 +159,9 @@ def taking_turns(config, depth):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("depth", "line"), [(9, Line(3, 5, 3)), (10, Line(4, 6, 3)), (10, Line(3, 4, 7))])
-def test_alternating_kinds_of_blocks_are_extrapolated_by_whole_periods(config, monkeypatch, depth, line):
+def test_extrapolated_activations_of_alternating_blocks_equal_the_full_trace_unless_the_period_is_ignored(
+    config, monkeypatch, depth, line
+):
     """Blocks with sliding attention save one more tensor here. Wrong on purpose: an extrapolation that ignores the
     period of 2, as if all blocks were equal."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer

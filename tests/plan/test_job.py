@@ -62,7 +62,7 @@ TINY = ("model=tiny", "model.architecture.n_embd=32", "model.architecture.n_head
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_can_be_planned(planned, preset):
+def test_plan_of_every_preset_succeeds_and_lists_recipes(planned, preset):
     few = STREAMED if run_of([f"experiment={preset}"]).streams else FOUR
     code, said, written = planned(f"experiment={preset}", "gpu=2GiB", "ram=64GiB", *TINY, *few)
     assert code == 0 and written["recipes"], said
@@ -94,7 +94,7 @@ def test_plan_table_is_not_wider_than_the_terminal(planned, monkeypatch):
 
 
 @pytest.mark.matrix
-def test_plan_table_names_the_changes_of_each_recipe(planned):
+def test_plan_lists_recipes_that_change_the_training_only_with_may_change_and_no_more_than_necessary(planned):
     """Without may_change no recipe changes the training. With may_change recipes of another precision or optimizer are
     listed, but not recipes that change the training more than necessary."""
     fixed = ("ram=64GiB", "gradient_checkpointing=none", "loss=full", "batch_size=1")
@@ -160,7 +160,7 @@ def test_plan_with_device_cpu_ignores_a_present_card(planned, monkeypatch):
 
 
 @pytest.mark.matrix
-def test_plan_accepts_a_card_by_name(planned):
+def test_plan_for_gpu_rtx3060_counts_11_63_gib_and_a_cuda_context_of_0_45_gib(planned):
     code, said, written = planned("gpu=rtx3060", "ram=64GiB", *FOUR)
     assert code == 0 and "include 0.45 GiB for the CUDA context" in said
     assert "Card: rtx3060 (11.63 GiB, as torch reports it)." in said and "gpu=" not in said.splitlines()[0]

@@ -44,17 +44,17 @@ def tried(question, most, positions=10**9):
         (0, [1024, 512, 256]),
     ],
 )
-def test_plan_longest_seq_len_quadruples_from_1024_and_then_tries_two_finer_steps(most, numbers):
+def test_search_for_the_longest_seq_len_quadruples_or_halves_from_1024_and_then_tries_finer_steps(most, numbers):
     found, fits, _ = tried("seq_len", most)
     assert found == numbers and fits == [number <= most for number in numbers]
 
 
-def test_plan_longest_seq_len_counts_lengths_beyond_the_positions_of_the_model_as_not_fitting():
+def test_search_for_the_longest_seq_len_counts_lengths_beyond_the_positions_of_the_model_as_not_fitting():
     found, fits, _ = tried("seq_len", 10**9, positions=4096)
     assert found == [1024, 4096, 16384, 10240, 7168] and fits == [True] * 2 + [False] * 3
 
 
-def test_plan_longest_batch_size_uses_one_micro_batch_per_step():
+def test_search_for_the_largest_batch_size_plans_each_size_with_one_micro_batch_per_step():
     found, _, asked = tried("batch_size", 3)
     assert found == [1, 4, 2, 3] and all(lines[1:] == ["accumulation=none"] for lines in asked)
 
@@ -67,7 +67,7 @@ def test_plan_longest_batch_size_uses_one_micro_batch_per_step():
         ("model", ["accumulation.size=8", "lr=1"]),
     ],
 )
-def test_plan_longest_drops_typed_overrides_that_the_answer_replaces(question, left):
+def test_search_for_the_largest_batch_size_or_model_leaves_out_typed_accumulation_or_model_overrides(question, left):
     typed = ["accumulation.size=8", "model.name=gpt2", "model.architecture.n_layer=2", "lr=1"]
     assert lines_that_stay(question, typed) == left
 
@@ -79,7 +79,7 @@ def test_plan_longest_with_search_false_is_refused(planned):  # noqa: F811
 
 
 @pytest.mark.seam
-def test_plan_longest_batch_size_replaces_typed_accumulation(planned):  # noqa: F811
+def test_command_found_by_the_search_for_the_largest_batch_size_lacks_the_typed_accumulation_size(planned):  # noqa: F811
     code, said, written = planned(
         *("gpu=1GiB", "ram=64GiB", "longest=batch_size", *TINY, "accumulation=effective_batch"),
         *("accumulation.size=64", "seq_len=2048", "model.architecture.n_positions=2048"),
@@ -89,7 +89,7 @@ def test_plan_longest_batch_size_replaces_typed_accumulation(planned):  # noqa: 
     assert "batch_size=1" in said and not any("size=64" in line for line in written["chosen"])
 
 
-def test_plan_longest_model_tries_models_from_small_to_large(monkeypatch):
+def test_search_for_the_largest_model_tries_models_from_small_to_large(monkeypatch):
     sizes = {"tiny": 3, "gpt2": 2, "smollm2-135m": 1}
     monkeypatch.setattr(longest, "run_of", lambda lines: SimpleNamespace(resolved=lambda: lines[0].split("=")[1]))
     monkeypatch.setattr(longest, "network", lambda name: SimpleNamespace(parameters=sizes.get(name, 10)))
@@ -99,7 +99,7 @@ def test_plan_longest_model_tries_models_from_small_to_large(monkeypatch):
 
 
 @pytest.mark.seam
-def test_plan_longest_seq_len_chooses_at_most_the_positions_of_the_model_and_prints_the_command(planned):  # noqa: F811
+def test_search_for_the_longest_seq_len_chooses_at_most_the_positions_of_the_model_and_prints_the_command(planned):  # noqa: F811
     code, said, written = planned(
         *("gpu=1GiB", "ram=64GiB", "longest=seq_len", *TINY, "model.architecture.n_positions=512"),
         *("precision=bf16", "optim=adamw", "gradient_checkpointing=every_layer", "loss=chunked", "batch_size=1"),

@@ -92,7 +92,7 @@ def test_named_card_has_published_rates_even_if_another_card_is_present(measurem
 
 
 @pytest.mark.gpu
-def test_measured_rates_of_a_card_are_plausible_and_stored(monkeypatch, tmp_path):
+def test_measured_rates_of_a_card_are_within_the_bounds_of_cards_since_2018_and_stored(monkeypatch, tmp_path):
     """The bounds, in FLOP/s and bytes/s, hold for any card since 2018."""
     monkeypatch.setattr(machine, "CACHE", tmp_path)
     machine.measured.cache_clear()
@@ -104,7 +104,9 @@ def test_measured_rates_of_a_card_are_plausible_and_stored(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_measuring_rates_frees_its_card_memory(measurements, monkeypatch, kept):
+def test_measuring_rates_frees_its_card_memory_unless_a_reference_to_the_tensor_remains(
+    measurements, monkeypatch, kept
+):
     """`empty_cache` can release only memory that no tensor uses. Wrong on purpose (kept): a reference to the measured
     tensor remains."""
     ones, made, held, given_back = torch.ones, [], [], []
@@ -190,7 +192,7 @@ def test_two_processes_that_store_rates_concurrently_leave_one_valid_file(measur
 
 @pytest.mark.process
 @pytest.mark.parametrize(("said", "where"), [("rates", "rates"), ("", "~/.cache/lowmem"), ("~/mine", "~/mine")])
-def test_rates_folder_is_set_by_an_environment_variable(tmp_path, said, where):
+def test_environment_variable_lowmem_rates_sets_the_folder_of_stored_rates(tmp_path, said, where):
     """A relative folder is resolved when the process starts."""
     prints = "from lowmem.plan.cost.machine import CACHE; print(CACHE)"
     environment = os.environ | {"LOWMEM_RATES": said}

@@ -37,7 +37,9 @@ def large(cfg) -> int:
 
 @pytest.mark.parametrize("optim", BYTES)
 @pytest.mark.parametrize("counted", [True, False])
-def test_paged_optimizer_state_is_not_counted_on_the_card(config, monkeypatch, optim, counted):
+def test_paged_optimizer_state_is_not_counted_on_the_card_unless_traced_as_memory_of_the_allocator(
+    config, monkeypatch, optim, counted
+):
     """The reference is the optimizer without paging. Wrong on purpose (counted=False): the state is traced as memory of
     torch's allocator."""
     if not counted:
@@ -76,7 +78,7 @@ def test_paged_optimizer_state_is_added_to_predicted_host_memory_except_while_sa
     assert [of_host(crowded, 1, pages=pages * GIB).total / GIB for pages in (4, 3, 2, 0)] == [7, 6, 5, 5]
 
 
-def test_paged_optimizer_state_never_makes_a_run_unfit_for_a_card(config):
+def test_paged_optimizer_state_on_a_small_card_moves_to_host_memory_and_leaves_device_memory_unchanged(config):
     cfg = composed(config, "optim=paged_adamw8bit")
     room, crowded = (predict(cfg, Target(True, Card(size, "made up", GIB))) for size in (9 * GIB, GIB))
     assert room.device == crowded.device and room.paged_on_host == 0
@@ -111,7 +113,7 @@ def test_paged_optimizer_state_is_counted_separately_from_other_optimizer_state(
 
 
 @each_device_slowly
-def test_run_and_resume_hold_no_paged_optimizer_state_on_a_card(fit, tmp_path, device):
+def test_paged_run_and_resume_save_half_of_the_adamw_state_on_a_card_and_nothing_on_a_cpu(fit, tmp_path, device):
     """On a card paging saves more than half of AdamW's 8 bytes per parameter. Without CUDA no state is paged."""
     lines = (*MODEL, "save_every=2", f"device={device}")
     runs = {

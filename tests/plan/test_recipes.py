@@ -357,7 +357,9 @@ MADE = {  # (precision, optimizer) -> (bytes, seconds)
         (39, ["precision", "optim"], "bf16-sr, adafactor for adamw"),  # a less close recipe only if nothing else fits
     ],
 )
-def test_recipe_closest_to_the_typed_training_ranks_first(ranked, room, may_change, chosen):
+def test_fitting_recipe_closest_to_the_typed_training_is_chosen_unless_may_change_allows_a_faster_one(
+    ranked, room, may_change, chosen
+):
     plan = ranked(MADE, room, may_change)
     assert (plan.chosen and plan.chosen.says) == chosen
     if chosen == "as typed":
@@ -405,7 +407,7 @@ def test_recipe_with_fewer_changes_wins_at_equal_speed(ranked):
     assert ranked(near, 80).chosen.says == "bf16, 8-bit state"
 
 
-def test_sqrt_checkpointing_is_never_tried_by_the_search():
+def test_sqrt_checkpointing_is_declared_as_not_tried_by_the_search():
     assert not techniques("gradient_checkpointing")["sqrt"].tried
 
 
@@ -502,7 +504,7 @@ def test_search_streams_only_the_blocks_that_do_not_fit():
 
 
 @pytest.mark.parametrize("loss", ["full", "chunked", "tiled"])
-def test_checkpointing_and_loss_choices_are_tried_from_most_to_least_memory_in_any_experiment(loss):
+def test_search_tries_losses_from_full_to_tiled_and_no_two_choices_of_a_group_declare_equal_memory(loss):
     """The last choice of each group is used for the smallest recipe. If two choices declared equal memory shares, the
     order of the config files would decide."""
     asked = replace(typed(f"loss={loss}"), lines=())  # nothing is typed, as if an experiment chose the loss

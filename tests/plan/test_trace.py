@@ -202,7 +202,9 @@ def test_padded_rows_are_predicted_without_an_attention_mask(config):
         ("precision=bf16-master", "precision=bf16-true"),
     ],
 )
-def test_prediction_of_a_different_run_exceeds_every_tolerance(config, fit, real, wrong):
+def test_prediction_of_a_different_run_differs_from_the_measurement_by_more_than_the_tolerances(
+    config, fit, real, wrong
+):
     typed = [*MODELS["gpt2"], "max_steps=3", "val_every=3", "batch_size=8"]
     _, folder = fit(*typed, real)
     traces = ["model.architecture.n_layer=2", real] if wrong == "one block less" else [wrong]
@@ -213,7 +215,7 @@ def test_prediction_of_a_different_run_exceeds_every_tolerance(config, fit, real
     assert any(abs(phases[p].total - found[p]["live_peak_bytes"]) > allowed for p in PHASES)
 
 
-def test_step_with_data_dependent_queries_can_be_traced(config):
+def test_step_that_reads_values_of_gradients_or_labels_is_traced_through_all_phases(config):
     """The overflow check of fp16, clipping by norm and a chunked loss read values of gradients or labels, which a trace
     does not have."""
     found = traced(config("precision=16", "clip=0.5", "loss=chunked", "loss.rows=7", "accumulation=fixed"))
@@ -379,8 +381,11 @@ STREAMED = ("weights=streamed", "gradient_checkpointing=every_layer")
             *STREAMED,
         ),  # streamed weights are updated during backward
     ],
+    ids=["masters", "streamed", "streamed masters updated in backward"],
 )
-def test_traced_host_step_of_one_weight_stands_for_all_weights_of_its_shape(config, monkeypatch, lines):
+def test_tracing_the_host_step_of_one_weight_per_shape_equals_tracing_the_step_of_every_weight(
+    config, monkeypatch, lines
+):
     found, steps = traced(config(*lines)), Counter()
 
     def every(state, weight, known):

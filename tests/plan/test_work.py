@@ -81,6 +81,10 @@ def test_traced_sgd_with_weight_decay_moves_24_bytes_per_parameter(foreach):
         (lambda a, b: a.new_empty(3), 0),
         (lambda a, b: torch.ones(1).expand(N).mul(a), 8),  # an expanded tensor is read once
     ],
+    ids=[
+        *("copy_", "add_", "zero_", "add", "add with out", "zeros_like", "empty_like", "view", "new_empty"),
+        "product with an expanded tensor",
+    ],
 )
 def test_traced_operator_traffic_equals_hand_computed_bytes(call, bytes_each):
     assert work(lambda: partial(call, torch.ones(N), torch.ones(N))) == pytest.approx(bytes_each, rel=0.01)

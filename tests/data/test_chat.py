@@ -258,7 +258,9 @@ OWN_ROW = ChatTemplate._own_row
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", [everything, with_header, without_stop])
-def test_wrong_answer_span_changes_the_learned_tokens_or_is_refused(wrong, plain_chatml, monkeypatch):
+def test_wrong_variant_of_an_answer_span_learns_other_tokens_than_the_hand_written_ones_or_is_refused(
+    wrong, plain_chatml, monkeypatch
+):
     def own_row(self, messages, tools, i, full):
         row = OWN_ROW(self, messages, tools, i, full)
         row.spans[i] = wrong(row.text, *row.spans[i])

@@ -267,7 +267,7 @@ def test_tool_call_arguments_of_invalid_json_are_refused_if_the_template_renders
         ),
     ],
 )
-def test_invalid_tool_calls_are_refused(calls, said):
+def test_tool_calls_that_are_not_a_list_of_named_functions_are_refused(calls, said):
     with pytest.raises(BadRecord, match=said):
         learned(BOTH, USER, message("assistant", "fine", tool_calls=calls))
 
@@ -484,7 +484,7 @@ VALIDATION = conversation("on", "mat")
 SEVERAL = {"messages": [USER, thought("I am", "fine"), message("user", "the cat"), thought("on", "sat")]}
 
 
-def test_source_notes_count_empty_answers_skipped_records_and_tokens_in_additional_rows(tmp_path):
+def test_notes_of_a_chat_source_count_its_empty_answers_skipped_records_and_tokens_of_additional_rows(tmp_path):
     made = source(
         tmp_path, [SEVERAL, SEVERAL, conversation("hello", "", "the cat", "sat"), {"messages": []}], skip_bad=True
     )

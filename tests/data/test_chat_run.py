@@ -110,7 +110,7 @@ def test_resume_with_another_chat_template_is_refused(run, tmp_path):
         run(f"resume={tmp_path / 'run'}", *typed, folder="other")
 
 
-def test_bad_conversation_is_refused_with_its_line_or_skipped_and_counted(run, tmp_path, caplog):
+def test_bad_conversation_is_refused_with_its_line_and_with_skip_bad_is_skipped_and_counted(run, tmp_path, caplog):
     lines = (ROOT / "examples" / "chat.jsonl").read_text().splitlines()[:40]
     lines[2] = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     file = tmp_path / "some.jsonl"

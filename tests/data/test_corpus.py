@@ -114,7 +114,7 @@ def _files(folder, *names):
         ({"on_error": "ignore"}, "type refuse, replace or skip"),
     ],
 )
-def test_invalid_text_source_is_refused(tmp_path, typed, said):
+def test_text_source_with_an_invalid_path_pattern_fraction_encoding_or_on_error_is_refused(tmp_path, typed, said):
     _files(tmp_path, "a.txt", "b.txt")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     typed = {"path": "{}", "pattern": "**/*.txt", "val_fraction": 0.5} | typed

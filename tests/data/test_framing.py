@@ -148,7 +148,7 @@ def test_metaspace_tokenizer_inserts_no_space_between_prompt_and_completion(sche
     assert decoded(made, encoded(made, *texts).ids[1:-1]) == "".join(texts)
 
 
-def test_prompt_and_completion_that_merge_in_one_token_are_a_bad_record():
+def test_prompt_and_completion_that_merge_in_one_token_are_refused_with_advice_to_move_white_space():
     made = tokenizer("wordlevel", "white space")
     bad = encoded(made, "the c", "at sat")
     assert isinstance(bad, BadRecord) and "'the c'" in str(bad) and "move white space" in str(bad)

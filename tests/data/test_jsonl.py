@@ -133,7 +133,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "said"), BAD, ids=[said[:30] for _, said in BAD])
-def test_bad_jsonl_line_is_refused_with_its_number_or_skipped_and_counted(tmp_path, monkeypatch, caplog, line, said):
+def test_bad_jsonl_line_is_refused_with_its_number_and_with_skip_bad_is_skipped_and_counted(
+    tmp_path, monkeypatch, caplog, line, said
+):
     monkeypatch.setattr(jsonl, "LONGEST", 200_000)
     good = [{"text": text} for text in TEXTS]
     path = write(tmp_path / "notes.jsonl", [*good[:7], line, *good[7:]])
@@ -186,7 +188,7 @@ def test_overlong_jsonl_line_is_read_only_up_to_one_byte_beyond_the_limit(tmp_pa
         ),
     ],
 )
-def test_invalid_jsonl_source_is_refused(tmp_path, typed, said):
+def test_jsonl_source_with_conflicting_or_incomplete_keys_or_another_encoding_is_refused(tmp_path, typed, said):
     path = write(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
     with pytest.raises(Refused, match=said):
         opened(path, **typed)

@@ -237,7 +237,7 @@ def test_mixture_parts_whose_names_differ_by_an_underscore_are_both_evaluated(co
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_invalid_mixture_is_refused(command, typed, line):
+def test_mixture_with_invalid_shares_packing_or_path_is_refused(command, typed, line):
     kept = tuple(other for other in typed if other.split("=")[0] != line.split("=")[0])
     code, said = command(line, base=kept)
     assert code != 0 and REFUSED[line] in said, said

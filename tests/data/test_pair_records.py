@@ -240,7 +240,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("good", "bad", "why"), BAD, ids=[f"{i} {why[:40]}" for i, (_, _, why) in enumerate(BAD)])
-def test_bad_pair_is_refused_with_its_line_or_skipped_and_counted(tmp_path, good, bad, why):
+def test_bad_pair_is_refused_with_its_line_and_with_skip_bad_is_skipped_and_counted(tmp_path, good, bad, why):
     like, fine = type(good["chosen"]), good | {"prompt": "fine"}
     with pytest.raises(Refused) as refused:
         read(tmp_path, fine, bad, like=like)
@@ -308,7 +308,7 @@ def test_rated_answer_is_stored_as_a_pair_with_an_empty_other_answer(tmp_path, n
     assert documents(tokens_of(tmp_path, rated(tmp_path, record, worse, **typed))) == [expected, "", "", expected]
 
 
-def test_pairs_and_rated_answers_can_share_a_file(tmp_path):
+def test_pairs_and_rated_answers_in_one_file_are_all_read_in_order(tmp_path):
     found = documents(tokens_of(tmp_path, rated(tmp_path, RATED["texts"][0], TEXT)))
     assert found == [f"hi[ {YES}]", "", *FORMATS["texts"][2]]
 
@@ -364,7 +364,7 @@ BAD_RATINGS = [
 
 
 @pytest.mark.parametrize(("good", "bad", "why"), BAD_RATINGS, ids=[why[:45] for _, _, why in BAD_RATINGS])
-def test_bad_rated_answer_is_refused_with_its_line_or_skipped_and_counted(tmp_path, good, bad, why):
+def test_bad_rated_answer_is_refused_with_its_line_and_with_skip_bad_is_skipped_and_counted(tmp_path, good, bad, why):
     with pytest.raises(Refused) as refused:
         tokens_of(tmp_path, rated(tmp_path, good, bad))
     assert str(refused.value).startswith(f"data: a.jsonl, line 2: {why}") and "skip_bad=true" in str(refused.value)

@@ -167,7 +167,7 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(kind, how, kept, report):
     assert made.micro_batch(np.arange(len(made))).weight == len(kept)
 
 
-def test_pairs_are_refused_if_too_long_if_all_are_dropped_and_with_packing_joined():
+def test_pairs_are_refused_with_too_long_refuse_or_if_all_are_dropped_or_with_packing_joined():
     refused = r"val split has 2 pairs longer than seq_len=24 \(of 3\), the longest with {} tokens \({}\)"
     for kind, *words in (
         ("padded", 60, "prompt and answer"),

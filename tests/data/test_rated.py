@@ -153,7 +153,7 @@ def test_empty_side_of_a_rated_answer_is_not_counted_as_a_duplicate():
         twice.check()
 
 
-def test_preference_keys_that_name_the_same_field_or_null_messages_are_refused(tmp_path):
+def test_preference_key_that_names_the_field_of_another_key_or_messages_null_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     for key, name, match in (
         ("completion", "prompt", "data.completion names this field, too"),

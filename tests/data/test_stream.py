@@ -107,7 +107,7 @@ def test_stream_resumed_without_its_saved_state_reads_other_rows(folder, tokeniz
 
 
 @pytest.mark.matrix  # `datasets` takes 20 s
-def test_stream_with_a_shuffle_buffer_does_not_resume_exactly(folder, tokenizer, monkeypatch):
+def test_stream_with_a_shuffle_buffer_resumes_with_other_rows_than_the_unbroken_stream(folder, tokenizer, monkeypatch):
     """A deliberately wrong variant: the state of the stream does not include the contents of a shuffle buffer."""
     load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: load(*a, **k).shuffle(seed=0, buffer_size=9))

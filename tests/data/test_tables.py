@@ -135,7 +135,7 @@ def test_bad_csv_row_is_refused_with_file_and_line(tmp_path, content, alphabet):
     assert BAD[content] in str(refusal.value)
 
 
-def test_bad_parquet_rows_are_skipped_and_counted(tmp_path, alphabet):
+def test_bad_parquet_rows_with_skip_bad_are_skipped_and_counted(tmp_path, alphabet):
     parquet.write_table(pa.table({"text": ["good", None, "", "fine"]}), tmp_path / "a.parquet")
     parquet.write_table(pa.table({"text": ["validation"]}), tmp_path / "b.parquet")
     source = table_parquet(path=str(tmp_path / "a.parquet"), val_path=str(tmp_path / "b.parquet"), skip_bad=True, **HOW)
@@ -186,7 +186,7 @@ def _whole():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_invalid_parquet_file_is_refused(tmp_path, kind, alphabet):
+def test_parquet_file_that_is_damaged_or_lacks_a_single_text_column_is_refused(tmp_path, kind, alphabet):
     write, says = REFUSED[kind]
     write(tmp_path / "a.parquet")
     parquet.write_table(pa.table({"text": ["validation"]}), tmp_path / "b.parquet")

@@ -240,7 +240,7 @@ def test_model_whose_varlen_kernel_mixes_documents_fails_the_separation_check(at
         (torch.bfloat16, 192, 128, 0.0, (8, 0), False),
     ],
 )
-def test_varlen_kernel_is_used_for_supported_dtypes_heads_and_cards(
+def test_varlen_kernel_is_used_only_in_16_bits_for_equal_heads_up_to_256_without_dropout_from_capability_8_0(
     monkeypatch, dtype, head, value, dropout, capability, taken
 ):
     class OnCard:

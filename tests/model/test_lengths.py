@@ -59,7 +59,7 @@ DEPENDS = {"longrope": (True, False), "dynamic": (True, True), "none": (False, F
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_length_from_which_logits_depend_on_other_rows_is_found(kind):
+def test_length_check_finds_the_length_from_which_logits_of_longrope_and_dynamic_depend_on_longer_rows(kind):
     model = made(kind)
     rounding = 1e-6  # logits of a random start are below 1
     beside, after = off(model, CHANGES - 4, True) > 10 * rounding, off(model, CHANGES + 4, False) > 10 * rounding

@@ -236,7 +236,7 @@ def test_loading_weight_shards_holds_the_weights_and_one_more_tensor_unless_all_
         ),
     ],
 )
-def test_invalid_architecture_is_refused(architecture, said):
+def test_architecture_without_a_model_type_or_with_invalid_values_is_refused(architecture, said):
     with pytest.raises(Refused, match=said):
         loading.architecture(spec("x", pretrained=False, architecture=architecture))
 

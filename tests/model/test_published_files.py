@@ -72,7 +72,7 @@ def test_separate_head_in_files_of_a_tied_config_is_trained_and_exported_untied(
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], stored["lm_head.weight"])
 
 
-def test_separate_head_in_files_of_a_tied_config_is_reported_once_and_planned(run, own_head, caplog):
+def test_separate_head_in_files_of_a_tied_config_is_reported_once_and_counted_by_the_plan(run, own_head, caplog):
     line = "config.json ties the output layer to the embedding, but the files hold two different matrices"
     assert told(caplog, run(own_head)).count(line) == 1
     config = loading.describe(run(own_head), plans=True).config

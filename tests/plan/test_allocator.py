@@ -87,7 +87,7 @@ def test_simulated_allocator_that_releases_no_segments_needs_more_memory(monkeyp
     assert smallest_limit(GROWING) == 126 * MIB
 
 
-def test_smallest_memory_limit_replays_allocations_and_2_mib_less_does_not():
+def test_simulated_allocations_fit_in_the_smallest_memory_limit_and_not_in_2_mib_less():
     draw = random.Random(0)
     events, live = [], []
     for serial in range(400):

@@ -135,7 +135,7 @@ PACKED = ["seq_len=512", "batch_size=2", "max_steps=3", "val_every=3", "sample_t
         ("llama", ("loss=chunked", "loss.rows=256", "precision=bf16-master")),
     ],
 )
-def test_packed_documents_are_predicted_without_an_attention_mask(
+def test_predicted_memory_of_packed_documents_without_an_attention_mask_equals_the_measurement_within_1_percent(
     config, fit, monkeypatch, text_folder, tmp_path, model, more
 ):
     """At 512 tokens a dense mask would raise the peak of forward by more than 2 %."""
@@ -153,7 +153,7 @@ def test_packed_documents_are_predicted_without_an_attention_mask(
     assert masked["forward"].total > 1.02 * found["forward"]["live_peak_bytes"]
 
 
-def test_packed_documents_on_a_card_are_predicted_with_the_varlen_kernel(config):
+def test_predicted_memory_of_packed_documents_on_a_card_is_near_joined_rows_in_bf16_and_below_them_in_fp32(config):
     """In bf16, the varlen kernel saves about as much as attention over joined rows. In fp32, a fused kernel computes
     the attention of one document after another, but joined rows with grouped-query attention need the math kernel."""
     typed = [*MODELS["llama"], *PACKED]
@@ -247,7 +247,7 @@ def test_tracing_70b_parameters_takes_less_than_512_mib(config):
     assert process.peak_rss_bytes() - before < 2**29
 
 
-def test_tracing_skips_rejection_sampling_of_initial_weights(config):
+def test_trace_of_a_model_that_draws_initial_weights_until_they_are_within_bounds_ends(config):
     """A truncated normal is drawn again until every number is inside its bounds. In a trace numbers do not exist, so
     this loop would never end."""
     keys = {

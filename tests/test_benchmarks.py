@@ -136,12 +136,16 @@ def test_every_published_figure_has_a_url_commit_unit_and_card():
     assert len({one.name for one in published.ALL}) == len({one.figure for one in published.ALL}) == len(published.ALL)
 
 
-def test_recorded_comparison_with_published_peaks_is_current_and_accurate():
+def test_recorded_comparison_with_published_peaks_has_the_current_overrides_and_published_bytes():
     found = json.loads((RESULTS / "published.json").read_text())["figures"]
     assert {name: tuple(of["overrides"]) for name, of in found.items()} == {o.name: o.overrides for o in published.ALL}
     assert {name: of["published_bytes"] for name, of in found.items()} == {
         o.name: round(o.bytes) for o in published.ALL
     }
+
+
+def test_recorded_predictions_differ_from_published_peaks_by_5_percent_in_the_median_and_12_at_most():
+    found = json.loads((RESULTS / "published.json").read_text())["figures"]
     errors = sorted(abs(published.error(of)) for of in found.values())
     assert statistics.median(errors) <= 0.05 and errors[-1] <= 0.12
 
@@ -170,7 +174,7 @@ def test_planned_model_has_the_published_parameter_count(name):
     assert sum(p.numel() for p in theirs.parameters()) == COUNTED[name]
 
 
-def test_streamed_benchmark_counts_the_copied_bytes(tmp_path):
+def test_streamed_benchmark_counts_two_copies_of_each_block_except_one_within_20_percent(tmp_path):
     """Runs the row `link` with one micro-batch, which takes only seconds. Rows with more micro-batches count bytes in
     the same way."""
     command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]

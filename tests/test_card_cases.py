@@ -54,7 +54,9 @@ def test_benchmark_case_is_ended_at_its_limit_with_its_child_processes():
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_environment_of_a_benchmark_case_drops_user_settings_that_change_figures(monkeypatch, tmp_path):
+def test_environment_of_a_benchmark_case_drops_user_allocator_settings_and_keeps_one_visible_card(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     found = case._environment(str(tmp_path))
@@ -150,7 +152,9 @@ def test_list_of_benchmark_cases_shows_measured_seconds_or_else_estimates(run, c
 
 
 @pytest.mark.parametrize(
-    "record", [{"status": "failed", "why": "x\nboom"}, {"status": "done", "rows": [{"run": "r", "right": False}]}]
+    "record",
+    [{"status": "failed", "why": "x\nboom"}, {"status": "done", "rows": [{"run": "r", "right": False}]}],
+    ids=["failed", "wrong"],
 )
 def test_failed_or_wrong_benchmark_case_sets_the_exit_code_and_is_on_the_page(run, record):
     run.results["b"] = {"rows": [], "seconds": 1.0} | record
@@ -211,11 +215,14 @@ def test_benchmark_with_a_missing_package_is_refused_and_names_the_package(run, 
     assert run() == (2, []) and "Not installed: hydra. Type pip install -e . first." in capsys.readouterr().err
 
 
-def test_every_benchmark_case_has_a_function_and_every_recipe_a_stored_prediction():
+def test_every_benchmark_case_has_a_unique_name_and_an_existing_function():
     for one in cases.CASES:
         module, function = one.run.split(":")
         assert callable(getattr(import_module(module), function))
     assert len({one.name for one in cases.CASES}) == len(cases.CASES)
+
+
+def test_stored_predictions_of_the_benchmark_have_the_overrides_of_every_recipe():
     known = json.loads(prediction.FILE.read_text())
     predicted = {name: run["lines"] for name, run in known["runs"].items()}
     assert predicted == recipes.RUNS, f"type python -m benchmarks.card --predict {known['card']}"
@@ -459,7 +466,7 @@ def test_share_of_copies_hidden_by_computation_follows_from_copy_and_wait_time(c
 
 
 @pytest.mark.parametrize("least", [0.93, 1.0, 1.06])
-def test_search_for_the_smallest_memory_limit_returns_a_limit_that_works(least):
+def test_search_for_the_smallest_memory_limit_ends_less_than_2_percent_above_the_smallest_sufficient_limit(least):
     planned = 1 << 30
     found, tried = whole.smallest(planned, lambda cap: cap >= least * planned, tries=6)
     assert found >= least * planned and found - least * planned < 0.02 * planned and len(tried) == 6
@@ -497,7 +504,7 @@ def test_benchmark_page_names_the_card_of_its_predictions(run):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("one", cases.CASES, ids=lambda one: one.name)
-def test_cpu_rehearsal_runs_every_benchmark_case(one, here, monkeypatch):
+def test_cpu_rehearsal_of_a_benchmark_case_fails_only_for_cuda_or_packages_and_has_no_wrong_row(one, here, monkeypatch):
     monkeypatch.setenv("ROW_FOLDER", str(here.folder))
     monkeypatch.setattr(beside, "steps", lambda here: 2)
     module, function = one.run.split(":")

@@ -66,7 +66,7 @@ def test_second_repacking_of_a_wheel_changes_no_byte(bitsandbytes: Path):
     assert bitsandbytes.read_bytes() == once
 
 
-def test_repacking_refuses_a_cuda_that_the_wheel_lacks_and_leaves_the_wheel(bitsandbytes: Path):
+def test_repacking_refuses_a_cuda_that_the_wheel_lacks_and_leaves_the_wheel_unchanged(bitsandbytes: Path):
     before = bitsandbytes.read_bytes()
     with pytest.raises(SystemExit, match="has no libbitsandbytes_cuda999"):
         luggage.repack(bitsandbytes, "cuda999")

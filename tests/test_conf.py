@@ -62,7 +62,7 @@ def composed(group, choice):
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{g}={c}" for g, c in CHOICES])
 @pytest.mark.usefixtures("as_with_compiler")
-def test_config_with_a_choice_of_conf_composes_and_passes_the_check(group, choice):
+def test_config_with_a_choice_of_conf_passes_the_check_and_keeps_the_composed_values(group, choice):
     cfg = composed(group, choice)
     choices = OmegaConf.to_container(cfg.hydra.runtime.choices)
     assert choices[group] == choice
@@ -82,7 +82,7 @@ def test_yaml_of_conf_begins_with_a_comment_of_more_than_20_characters(group, ch
 
 
 @pytest.mark.parametrize(("group", "choice"), [c for c in CHOICES if c[0] in TECHNIQUES])
-def test_technique_has_a_row_on_a_page(group, choice):
+def test_technique_of_conf_has_a_table_row_in_readme_or_techniques_page(group, choice):
     assert f"{group}={choice}" in NAMED, (
         f"docs/techniques.md: add a row `{group}={choice}` | what it saves | what it costs"
     )
@@ -110,7 +110,7 @@ def test_every_target_class_in_conf_is_in_the_package_or_a_dependency():
 
 
 @pytest.mark.parametrize("optim", [choice for group, choice in CHOICES if group == "optim"])
-def test_comment_of_an_optimizer_names_its_measured_lr_factor(optim):
+def test_comment_of_an_optimizer_names_the_lr_factor_with_the_lowest_measured_loss(optim):
     measured = json.loads((ROOT / "benchmarks" / "results" / "learning_rates.json").read_text())["rounds"]
     # paging changes where the state is, not the result
     same = {"paged_adamw32bit": "adamw"}.get(optim, optim)
@@ -214,6 +214,7 @@ def unresolved(cfg):
         (["experiment=[combine_all, gpt2_xl_12gb]", "accumulation=effective_batch", "accumulation.size=8"], []),
         (["experiment=[gpt2_xl_12gb,combine_all]", "accumulation=fixed"], ["accumulation.batches=4"]),
     ],
+    ids=lambda lines: " ".join(lines) or "none",
 )
 def test_typed_choice_wins_over_several_experiments(lines, kept):
     """Keys of the typed choice come only from experiments that make this choice."""
@@ -229,7 +230,7 @@ def test_last_of_several_experiments_makes_the_choice_and_sets_its_keys():
         assert unresolved(typed_lines.composed([f"experiment=[{names}]"])) == unresolved(alone)
 
 
-def test_experiment_defaults_may_contain_self(tmp_path, monkeypatch):
+def test_experiment_with_self_in_its_defaults_composes_and_yields_to_a_typed_choice(tmp_path, monkeypatch):
     shutil.copytree(CONF, tmp_path / "conf")
     experiment = "# @package _global_\ndefaults: [override /accumulation: fixed, _self_]\naccumulation: {batches: 4}\n"
     (tmp_path / "conf" / "experiment" / "16.yaml").write_text(experiment)
@@ -258,7 +259,7 @@ def test_memory_stated_by_a_preset_equals_the_prediction(preset):
     assert f"{found.reserved / GIB:.1f}" == reserved
 
 
-def test_documented_presets_exist():
+def test_conf_contains_presets_for_debugging_comparison_and_each_card_size():
     assert set(PRESETS) >= {"baseline", "combine_all", "gpt2_xl_12gb", "llama_1b_8gb", "debug", *CARDS}
     assert set(CARDS) >= {"chat_lora_8gb", "chat_full_24gb", "continue_pretraining", "qlora_8b_12gb", "qlora_8b_4gb"}
 
@@ -283,7 +284,7 @@ def test_combine_all_preset_uses_the_tokens_per_step_of_baseline():
         ("theirs.loss.full", None),
     ],
 )
-def test_target_class_of_the_old_layout_is_refused_with_its_new_path(old, new, config):
+def test_target_class_that_cannot_be_imported_is_refused_with_its_new_path_if_it_has_moved(old, new, config):
     run = config(f"loss._target_={old}")
     with pytest.raises(Refused) as refused:
         check(run, {})

@@ -53,7 +53,7 @@ def test_only_losses_with_a_verify_method_are_marked_as_computing_their_own_logi
     assert not as_loss(full).own_logits and isinstance(as_loss(partial(full)), Loss)
 
 
-@pytest.mark.parametrize("made", [nn.Linear(1, 1), SimpleNamespace(verify=print)])
+@pytest.mark.parametrize("made", [nn.Linear(1, 1), SimpleNamespace(verify=print)], ids=["module", "with verify"])
 def test_object_that_is_not_a_loss_is_refused(made):
     """Otherwise `verify` of the object would not be called, and its buffers would not be saved."""
     with pytest.raises(

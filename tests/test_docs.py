@@ -61,7 +61,7 @@ def test_page_on_adding_techniques_shows_an_optimizer_a_policy_and_a_precision()
         assert any(place.startswith(f"row=docs/techniques.md after={group}=") for place in places)
 
 
-def test_copy_of_the_repository_with_documented_techniques_imports_its_own_package(copy):
+def test_copy_of_the_repository_with_techniques_added_as_documented_imports_its_own_package(copy):
     code, said = run(copy, "python -c", "import lowmem; print(lowmem.__file__)")
     assert code == 0 and str(copy) in said, said
 
@@ -69,14 +69,14 @@ def test_copy_of_the_repository_with_documented_techniques_imports_its_own_packa
 NEW = ("optim=unit", "gradient_checkpointing=every_other", "precision=bf16-odd")
 
 
-def test_documented_techniques_save_what_they_declare_and_their_tests_pass(copy):
+def test_techniques_added_as_documented_pass_the_tests_of_declared_memory_and_their_own_tests(copy):
     """A quick part of the next test."""
     where = ("test_saves.py", "techniques/optim/test_unit.py", "techniques/precision/test_odd.py")
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
-    assert code == 0 and all(f"saves_what_it_declares[{name}]" in said for name in NEW), said
+    assert code == 0 and all(f"saves_the_memory_that_it_declares[{name}]" in said for name in NEW), said
 
 
-def test_generated_tests_of_the_documented_techniques_pass(copy):
+def test_techniques_added_as_documented_pass_the_tests_generated_from_conf(copy):
     """Some of these tests are generated for each technique, others are listed on the page. Wrong variants of the former
     need `-m matrix`."""
     own = "techniques/optim", "techniques/precision/test_odd.py"
@@ -91,9 +91,9 @@ def test_generated_tests_of_the_documented_techniques_pass(copy):
         for proof in (
             "equals_the_oracle",
             "wrong_variant",
-            "saves_what_it_declares",
-            "does_nothing_saves_less",
-            "row_on_a_page",
+            "saves_the_memory_that_it_declares",
+            "does_nothing_saves_less_memory",
+            "has_a_table_row",
         ):
             assert any(proof in line and name in line for line in passed), (proof, name)
     for proof in ("unbroken_run[optim=unit]", "unbroken_run[precision=bf16-odd]", "of_adamws[unit]"):
@@ -147,7 +147,7 @@ def test_make_test_passes_after_techniques_are_added_as_documented(copy, small):
     typed = command("python train.py")
     code, said = run(copy, typed, *(line for line in small if not line.startswith("lr=")))
     assert code == 0, said
-    asked, said = run(copy, "python -m pytest tests/test_readme.py -k tables_of_the_techniques")
+    asked, said = run(copy, "python -m pytest tests/test_readme.py -k tables_on_the_techniques_page")
     assert asked == 1 and command("python -m benchmarks.techniques") in said, said
     for line in (command("python -m benchmarks.techniques"), command("python -m benchmarks.pages")):
         code, said = run(copy, line)

@@ -68,7 +68,7 @@ def test_imports_of_the_source_have_no_cycle():
     assert circle(imports(ROOT / "src")) == []
 
 
-def test_source_has_exactly_the_documented_folders():
+def test_source_has_exactly_the_folders_of_the_layer_order():
     source = ROOT / "src" / "lowmem"
     inside = {file.relative_to(source).with_suffix("").parts[0] for file in source.rglob("*.py")}
     assert inside - {"__init__"} == {*ROOMS}
@@ -79,7 +79,7 @@ def test_no_source_folder_imports_from_a_folder_above_it():
 
 
 @pytest.mark.parametrize("inside", ["", "def late():\n    "])
-def test_import_cycle_and_upward_import_are_found_inside_functions(tmp_path, inside):
+def test_import_cycle_and_upward_import_are_found_at_the_top_level_and_inside_functions(tmp_path, inside):
     package = tmp_path / "lowmem"
     package.mkdir()
     (package / "__init__.py").write_text("")

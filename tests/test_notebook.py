@@ -26,7 +26,7 @@ def cell(words: str) -> str:
     return found
 
 
-def test_notebook_cells_are_python_without_stored_output():
+def test_notebook_cells_are_python_of_at_most_22_lines_without_stored_output():
     for code in CODE:
         ast.parse(code)
     cells = [cell for cell in CELLS if cell["cell_type"] == "code"]
@@ -88,7 +88,9 @@ def a_bit_more(weights):
         ({"skipped_steps": 6}, "a run has not trained"),
     ],
 )
-def test_notebook_requires_equal_bits_and_streamed_weights(tmp_path, how, message):
+def test_notebook_fails_if_final_weights_differ_or_weights_are_not_streamed_or_all_steps_are_skipped(
+    tmp_path, how, message
+):
     scope = two_runs(tmp_path, **how)
     if message is None:
         exec(cell("assert not different"), scope)
@@ -109,7 +111,7 @@ def test_notebook_requires_equal_bits_and_streamed_weights(tmp_path, how, messag
         (True, 15, 15.7, None),
     ],
 )
-def test_notebook_requires_peaks_within_the_limit_and_the_prediction(card, predicted, measured, message):
+def test_notebook_fails_if_a_peak_exceeds_the_limit_or_differs_from_the_prediction(card, predicted, measured, message):
     summary = {"predicted": {"allocated": predicted * MIB}, "peak_bytes": {"device": measured * MIB}}
     scope = {"runs": {"streamed": summary}, "LIMIT": "16MiB", "CARD": card}
     if message is None:
@@ -120,7 +122,7 @@ def test_notebook_requires_peaks_within_the_limit_and_the_prediction(card, predi
 
 
 @pytest.mark.parametrize(("reserved", "fails"), [(16, False), (17, True)])
-def test_notebook_requires_reserved_memory_within_the_limit_on_a_card(tmp_path, reserved, fails):
+def test_notebook_fails_if_reserved_memory_on_a_card_exceeds_the_limit(tmp_path, reserved, fails):
     (tmp_path / "streamed").mkdir()
     (tmp_path / "streamed" / "memory.csv").write_text(f"step,reserved_peak_bytes\n0,\n1,{reserved}\n2,3\n")
     scope = {"runs": ["streamed"], "FOLDER": tmp_path, "CARD": True, "limit": 16}

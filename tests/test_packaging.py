@@ -59,7 +59,7 @@ def test_licence_is_named_and_its_file_exists():
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")
-def test_output_of_commands_is_not_committed():
+def test_ignored_files_and_log_files_are_not_committed():
     ignored = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
     assert not subprocess.run(ignored, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     assert not subprocess.run(

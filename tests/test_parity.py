@@ -269,6 +269,8 @@ def test_clipping_gradients_before_unscaling_exceeds_the_tolerance(config, preci
 
 @each_device_slowly
 @pytest.mark.parametrize("wrong", [False, True])
-def test_adamw4bit_on_one_matrix_is_within_its_tolerance_unless_it_is_wrong(config, wrong, device):
+def test_adamw4bit_on_one_matrix_equals_adamw_within_tolerance_unless_every_second_gradient_is_zero(
+    config, wrong, device
+):
     off = parity.off_on_one_matrix(config("optim=adamw4bit", "lr=1e-2", f"device={device}"), wrong)
     assert (off > LOW_BIT_STATE["adamw4bit"]) == wrong, off

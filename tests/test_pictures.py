@@ -138,7 +138,7 @@ def test_overrides_of_a_panel_in_the_card_host_drive_picture_are_not_refused(pan
     assert pages.refused(f"    python train.py {words}") == []
 
 
-def test_bytes_in_the_card_host_drive_picture_equal_the_planner_results():
+def test_bytes_in_the_card_host_drive_picture_equal_the_recorded_capacity_results():
     rows = {name: row for name, (row,) in json.loads((RESULTS / "capacity.json").read_text())["rounds"].items()}
     state, _ = state_bytes_per_parameter(build.optimizer(run_of(["optim=adamw8bit"])))
     assert state == pytest.approx(pictures.STATE, abs=0.005)

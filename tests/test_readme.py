@@ -57,7 +57,7 @@ def test_agents_page_names_every_folder_of_the_source():
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_readme_and_docs_contain_commands():
+def test_search_for_commands_finds_commands_in_readme_and_in_four_pages_of_docs():
     assert "python train.py precision=16 optim=adam8bit" in COMMANDS
     assert "python train.py -m precision=32,16,bf16 optim=adamw,adam8bit,adafactor" in COMMANDS
     assert len(COMMANDS) > 15
@@ -279,26 +279,30 @@ def test_result_tables_on_the_pages_stand_below_a_mark_with_their_file():
             assert any(f"results/{name}.md -->\n{one}" in docs(page) for one in (first, *others)), name
 
 
-def test_documented_speed_of_each_recipe_equals_the_results():
+def test_summary_on_the_speed_page_equals_the_side_by_side_results_with_equal_bits_for_each_recipe():
     rounds = json.loads((RESULTS / "side_by_side.json").read_text())["rounds"]
     assert summary(rounds) + "\n" in docs("speed"), "python -m benchmarks.side_by_side, then python -m benchmarks.pages"
     assert summary(rounds).count("equal bits") == len(RECIPES)
 
 
-def test_tables_of_the_techniques_equal_results_and_refusals():
-    """The tables are generated again from the results. test_parity.py tests that no other pair is refused."""
+def test_tables_on_the_techniques_page_equal_tables_generated_from_the_stored_results():
     found = json.loads((RESULTS / "techniques.json").read_text())
     again = "a technique is new or gone: python -m benchmarks.techniques --table, then python -m benchmarks.pages"
     assert found["rounds"].keys() <= found["refused"].keys() == ROWS.keys(), again
     for written in (table(found["rounds"]), table_of_pairs(found["refused"])):
         assert written + "\n" in docs("techniques"), again
+
+
+def test_pairs_stored_as_refused_in_techniques_json_equal_the_refused_pairs_of_the_parity_tests():
+    """test_parity.py tests that no other pair is refused."""
+    found = json.loads((RESULTS / "techniques.json").read_text())
     pairs = {frozenset((one, other)) for one, others in found["refused"].items() for other in others}
     assert (
         pairs == {pair for pair in REFUSED_PAIRS if pair <= ROWS.keys()} and len(pairs) > 10
     )  # default choices have no row
 
 
-def test_documented_planner_accuracy_equals_the_results():
+def test_planner_page_states_the_accuracy_of_plan_time_results_and_the_rates_of_the_code():
     from lowmem.plan.cost.machine import COMPUTE, MEMORY
 
     written = re.search(r"Kendall's\s+tau\s+is\s+([\d.]+)\]", docs("planner"))[1]
@@ -314,7 +318,7 @@ def test_documented_planner_accuracy_equals_the_results():
     )
 
 
-def test_documented_depth_from_which_sqrt_wins_follows_from_the_formulas():
+def test_documented_depth_from_which_sqrt_wins_is_the_square_of_the_documented_tensors_inside_a_block():
     page = docs("techniques")
     interiors = [int(n) for n in re.search(r"\((\d+) to (\d+) in", page).groups()]
     depths = [int(n.replace(",", "")) for n in re.search(r"from\s+([\d,]+) to ([\d,]+) blocks", page).groups()]

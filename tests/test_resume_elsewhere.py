@@ -98,7 +98,7 @@ READERS = ("one to fsdp", "fsdp to one", "fsdp to ddp", "fsdp to fsdp of one")
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_checkpoint_read_by_another_strategy_is_identical_and_training_continues(written, reader):
+def test_checkpoint_read_by_another_strategy_is_bit_identical_and_its_run_ends_as_the_unbroken_run(written, reader):
     base, said = written
     assert not any(said.get(reader, ())), said[reader]
     writer, reads = base / reader.split()[0], base / reader
@@ -174,7 +174,9 @@ def test_tensor_parallel_and_pipeline_exchange_checkpoints_with_fsdp_without_cha
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["16", "bf16-sr"])
-def test_resume_with_the_same_number_of_ranks_is_bit_exact(lines, tmp_path, strategy, precision):
+def test_run_resumed_with_the_same_number_of_ranks_equals_the_unbroken_run_bit_by_bit(
+    lines, tmp_path, strategy, precision
+):
     """Includes dropout, stochastic rounding (bf16-sr) and the loss scale (16)."""
     drops = ("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1")
     typed = [line for line in lines(strategy, 2, *drops, f"precision={precision}") if line != in_float64.LINE]
@@ -209,7 +211,9 @@ def test_checkpoint_resumed_with_three_ranks_and_then_with_two_is_read_without_c
         assert furthest(state_of(at(reader, STEPS))[0], state_of(at(base / "one", STEPS))[0]) < NEAR
 
 
-def test_run_killed_during_a_save_keeps_the_previous_checkpoint(written, lines, tmp_path):
+def test_fsdp_run_killed_during_a_save_keeps_the_previous_checkpoint_and_resumes_to_the_unbroken_run(
+    written, lines, tmp_path
+):
     run = tmp_path / "run"
     said = several(2, Job(lines("fsdp", 2), run, ("killed at step 3",)))
     assert said[1] == [] and said[0] != [""]

@@ -65,7 +65,7 @@ def too_much(held_bytes, saves, *lines):
 
 
 @pytest.mark.parametrize("technique", CHOICES)
-def test_technique_declares_the_memory_that_it_saves_or_has_a_reason(technique):
+def test_technique_declares_the_memory_that_it_saves_or_has_a_reason_not_to(technique):
     group, name = technique.split("=")
     assert bool(techniques(group)[name].saves) != (technique in SAVES_NOTHING), (
         f"conf/{group}/{name}.yaml: say what it saves in `declares: {{saves: {{<category>: <share of the shipped run "
@@ -75,7 +75,7 @@ def test_technique_declares_the_memory_that_it_saves_or_has_a_reason(technique):
 
 @pytest.mark.matrix_rows(*SIBLINGS)
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
-def test_technique_saves_what_it_declares(held_bytes, technique):
+def test_technique_saves_the_memory_that_it_declares(held_bytes, technique):
     group, name = technique.split("=")
     found = too_much(held_bytes, techniques(group)[name].saves, technique, *WITH.get(technique, []))
     assert found == {}, f"{technique} leaves these shares of the shipped run's bytes: declares.saves says less"
@@ -95,7 +95,7 @@ IDLE = {
 @pytest.mark.wrong
 @pytest.mark.matrix_rows(*shipped_but("precision=16-master", "loss=chunked", "optim=adafactor"))
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
-def test_technique_that_does_nothing_saves_less_than_declared(held_bytes, technique):
+def test_technique_that_does_nothing_saves_less_memory_than_declared(held_bytes, technique):
     """Wrong on purpose: the default choice of the group, measured against the declaration of the technique."""
     group, name = technique.split("=")
     saves = techniques(group)[name].saves

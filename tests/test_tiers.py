@@ -122,7 +122,7 @@ def test_invalid_shard_is_refused(chosen):
     assert "--shard=2/4 for the second of four parts" in chosen("--shard=5/4")
 
 
-def test_unmarked_test_that_starts_a_process_fails(pytester, monkeypatch):
+def test_unmarked_test_that_starts_a_python_process_fails(pytester, monkeypatch):
     """Runs pytest in a separate process, because an audit hook cannot be removed."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     pytester.makepyfile(PROCESSES)

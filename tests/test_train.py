@@ -30,10 +30,24 @@ SUMMARY_KEYS = {
 }
 
 
-def test_run_leaves_its_documented_files(command, tmp_path):
-    code, said = command("sample_tokens=5", "sample_prompts=['def ']")
-    run = tmp_path / "run"
-    assert code == 0, said
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """Returns a dict that the first test which uses `finished` fills: the folder of a run, and what it printed."""
+    return {"folder": tmp_path_factory.mktemp("finished") / "run"}
+
+
+@pytest.fixture
+def finished(command, known):
+    """Returns (the folder of a run of four steps, what it printed). All tests share the folder."""
+    if "said" not in known:
+        code, said = command("sample_tokens=5", "sample_prompts=['def ']", f"hydra.run.dir={known['folder']}")
+        assert code == 0, said
+        known["said"] = said
+    return known["folder"], known["said"]
+
+
+def test_run_leaves_a_summary_metrics_memory_by_phase_a_picture_and_a_checkpoint(finished):
+    run, _ = finished
     summary = json.loads((run / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["steps"] == 4 and summary["tokens"] == 4 * 4 * 16
@@ -56,6 +70,10 @@ def test_run_leaves_its_documented_files(command, tmp_path):
     }
     assert (run / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000004.ckpt"]
+
+
+def test_run_prints_its_figures_a_sample_and_the_names_of_its_files_without_a_traceback(finished):
+    _, said = finished
     for shown in ("bits per byte", "tokens/s", "activations", "A sample:\ndef ", "samples.jsonl", "summary.json"):
         assert shown in said
     assert "Traceback" not in said

@@ -40,7 +40,9 @@ def greedy(folder, ids, tokens):
 
 
 @pytest.mark.parametrize("folder", ["", "model"])
-def test_generate_from_run_or_model_equals_transformers_and_creates_no_folder(command, run, tmp_path, folder):
+def test_text_generated_from_a_run_or_model_equals_greedy_transformers_and_creates_no_folder(
+    command, run, tmp_path, folder
+):
     own = f"hydra.run.dir={tmp_path}/outputs/2026-01-31/12-00-00"
     code, said = command(f"generate={run / folder}", "prompt=def return", "max_new_tokens=5", own)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
@@ -96,7 +98,9 @@ def test_prompt_for_a_chat_model_is_rendered_as_a_user_message_by_its_template(r
         prompt_ids(chats, "hi", chat=True)
 
 
-def test_generate_from_an_adapter_folder_equals_the_merged_model(command, run, tmp_path):
+def test_generate_from_an_adapter_folder_equals_the_merged_model_and_is_refused_without_a_base_name(
+    command, run, tmp_path
+):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(run / "model"), LoraConfig(target_modules=["c_attn"]))

@@ -240,7 +240,7 @@ def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_signal_is_forwarded_to_all_ranks_once_and_ranks_stop_in_order(ranks, name):
+def test_signal_sent_twice_at_once_is_forwarded_once_to_all_ranks_and_is_the_result_of_the_run(ranks, name):
     signalled(ranks, name, name, apart=0.0)  # twice at once, as from a terminal to the whole process group
     does = "listens()\nwhile not told: time.sleep(0.01)\ntime.sleep(0.4)\n"
     sent = ranks(does + "(run / f'told-{rank}').write_text(str(told))\nstops()")
@@ -359,6 +359,7 @@ def test_invalid_rank_variables_of_torchrun_or_slurm_are_refused_with_advice(pla
 @pytest.mark.parametrize(
     "env",
     [{}, {"RANK": "1", "WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_STEP_NUM_TASKS": "1"}],
+    ids=["none", "two ranks", "one task"],
 )
 def test_missing_or_matching_rank_variables_of_torchrun_or_slurm_are_accepted(place, env, monkeypatch):
     place(**env)

@@ -19,7 +19,9 @@ def columns(file) -> dict[str, list[str]]:
     return {column: [row[column] for row in rows] for column in rows[0]}
 
 
-def test_run_with_a_drive_reports_its_bytes_and_rates(fit, tmp_path, monkeypatch, caplog):
+def test_run_with_a_drive_reports_drive_bytes_and_rates_in_summary_log_metrics_and_table(
+    fit, tmp_path, monkeypatch, caplog
+):
     from lightning.pytorch.loggers import CSVLogger
 
     logged = set()

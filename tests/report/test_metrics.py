@@ -76,7 +76,7 @@ def test_progress_bar_shows_loss_speed_and_peak(fit, monkeypatch):
         assert word in shown[-1][1]
 
 
-def test_remaining_time_is_printed_once_without_a_progress_bar(fit, monkeypatch, capsys):
+def test_remaining_time_of_a_long_run_is_printed_once_without_a_progress_bar(fit, monkeypatch, capsys):
     monkeypatch.setattr(metrics, "LONG", 0)
     fit("max_steps=8")
     said = [line for line in capsys.readouterr().out.splitlines() if "of training left" in line]

@@ -77,7 +77,7 @@ def wide(said, columns=80):
 
 @pytest.mark.process
 @pytest.mark.parametrize("logger", [(), ("logger=csv",)], ids=["default", "csv"])
-def test_run_prints_only_expected_lines_of_at_most_80_columns(folder, text_folder, logger):
+def test_run_prints_no_lines_of_other_libraries_and_none_wider_than_80_columns(folder, text_folder, logger):
     shutil.copytree(text_folder, folder / "text")
     done = subprocess.run(
         typed(logger),
@@ -123,7 +123,7 @@ def on_a_terminal(command, folder):
 
 @pytest.mark.wrong
 @pytest.mark.parametrize("printed", ["wandb: View project", "x" * 81, "[transformers] LOAD REPORT from: x"])
-def test_unexpected_output_line_is_found_as_noise(printed):
+def test_check_of_output_finds_lines_of_other_libraries_and_lines_wider_than_80_columns(printed):
     assert noise(f"\n{printed}\nA sample:\nany text\n\nwrote run/: model/\n", FORMS) == [printed]
     assert bool(wide(printed)) == (len(printed) > 80)
 

@@ -21,7 +21,7 @@ def test_failed_write_of_the_summary_keeps_the_old_file(tmp_path):
     assert json.loads(file.read_text()) == {"steps": 1}
 
 
-def test_summary_table_shows_values_with_units_or_a_dash(fit):
+def test_summary_table_shows_units_or_a_dash_and_skipped_steps_and_an_unreached_lr_only_if_present(fit):
     whole, _ = fit("max_steps=1")
     lines = dict(line.split("  ", 1) for line in summary.table(whole).splitlines() if not line.startswith(" "))
     assert lines["parameters"].strip() == "43,264"

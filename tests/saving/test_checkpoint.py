@@ -147,7 +147,9 @@ TENSORS, EACH = 10, 5_000_000  # number of tensors, and elements of each (20 MB 
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
-def test_saving_a_checkpoint_needs_almost_no_additional_memory(tmp_path, monkeypatch, wrong):
+def test_saving_a_checkpoint_adds_under_5_percent_of_its_size_to_memory_unless_it_is_built_in_memory(
+    tmp_path, monkeypatch, wrong
+):
     """Wrong on purpose: the file is built in memory first."""
     content = {str(i): torch.ones(EACH) for i in range(TENSORS)}
     save = torch.save
@@ -166,7 +168,7 @@ def test_saving_a_checkpoint_needs_almost_no_additional_memory(tmp_path, monkeyp
 @pytest.mark.matrix
 @linux
 @pytest.mark.parametrize("let_go", [True, False])
-def test_pages_of_a_mapped_checkpoint_are_released_after_copying(tmp_path, let_go):
+def test_pages_of_a_mapped_checkpoint_are_released_only_by_page_out_and_keep_their_values(tmp_path, let_go):
     path = tmp_path / "step-00000001.ckpt"
     checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.full((EACH,), i) for i in range(TENSORS)}, path)
     before = resident("RssFile")
@@ -192,7 +194,7 @@ def test_page_out_of_a_tensor_that_is_not_mapped_keeps_its_values():
 
 
 @pytest.mark.parametrize("compares", [True, False])
-def test_flipped_bit_in_a_checkpoint_file_is_detected(tmp_path, compares):
+def test_flipped_bit_in_a_checkpoint_file_is_detected_only_if_digests_are_compared(tmp_path, compares):
     """Flips a single bit of the file, in every eleventh byte in turn. Wrong on purpose (compares=False): digests are
     not compared."""
     content, path = {"x": torch.arange(300), "steps": 7, "name": "a"}, tmp_path / "step-00000001.ckpt"

@@ -77,7 +77,7 @@ def test_checkpoint_folder_without_one_of_its_files_is_incomplete(run, file):
         find(str(at(run, 3)))
 
 
-def test_single_process_evaluates_and_exports_a_checkpoint_folder(kept, fit):
+def test_checkpoint_folder_evaluated_and_exported_by_one_process_has_the_loss_and_weights_of_its_run(kept, fit):
     evaluated, _ = fit(f"evaluate={kept}", folder="evaluated")
     _, exported = fit(f"export={kept}", folder="exported")
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (exported, kept))

@@ -157,7 +157,9 @@ def test_merged_export_of_a_sharded_model_equals_that_of_an_unsharded_model(
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_merged_export_has_the_requested_dtype_and_almost_equal_logits(tokenizer, tmp_path):
+def test_merged_export_has_the_requested_dtype_and_the_logits_of_the_trained_model_within_1_percent(
+    tokenizer, tmp_path
+):
     trained = adapted(quantized=True)
     wanted = logits(trained)
     folder = exported(trained, tokenizer, tmp_path / "model", "bfloat16", merged=True)

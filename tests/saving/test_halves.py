@@ -48,7 +48,7 @@ slow = pytest.mark.matrix
     ("precision", "forgets"),
     [("32", True), *(pytest.param(p, False, marks=slow) for p in ("32", "bf16-sr", "bf16-master"))],
 )
-def test_resume_from_weights_split_into_16_bit_halves_equals_resume_from_fp32_weights(
+def test_resume_from_16_bit_halves_equals_resume_from_fp32_weights_unless_lower_halves_are_ignored(
     fit, stopped, monkeypatch, precision, forgets
 ):
     """Wrong on purpose (forgets=True): the lower halves are ignored."""
@@ -107,7 +107,7 @@ def test_resume_with_streamed_or_resident_weights_equals_the_unbroken_run(fit, h
 @pytest.mark.parametrize(
     "how", [TILED, *(pytest.param(how, marks=slow) for how in (MASTERS, FP16, SR, (*SR, *TILED[1:])))]
 )
-def test_streamed_checkpoint_is_evaluated_and_exported_bit_exactly(fit, config, how):
+def test_streamed_checkpoint_evaluated_or_exported_has_the_val_loss_and_model_file_of_its_run(fit, config, how):
     """Evaluates and exports with streamed and with resident weights."""
     lines = (*how, *STREAMED)
     summary, run = fit(*lines, "max_steps=2")

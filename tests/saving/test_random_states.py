@@ -63,6 +63,7 @@ def of(seed):
         ((Several, [0, 1]), (Several, [0, 0]), False),
         ((Several, [0, 1]), (Several, [0, 1, 2]), False),
     ],
+    ids=["equal", "other strategy", "equal, shared data", "other strategy, shared data", "other data", "more ranks"],
 )
 def test_ranks_restore_random_states_unless_their_data_or_division_of_work_may_differ(caplog, there, here, goes_on):
     content, (kind, data_ranks) = saved(*there), here

@@ -172,7 +172,7 @@ def test_error_of_one_process_is_raised_on_all_processes_of_a_save(failure, hear
 
 
 @pytest.mark.parametrize("compares", [True, False])
-def test_flipped_bit_in_a_checkpoint_folder_is_detected(tmp_path, monkeypatch, compares):
+def test_flipped_bit_in_a_checkpoint_folder_is_detected_only_if_digests_are_compared(tmp_path, monkeypatch, compares):
     """Flips a single bit of one file, in every eleventh byte of each file in turn. Wrong on purpose (compares=False):
     digests are not compared."""
     whole, path = tensors(), tmp_path / "step-00000001.ckpt"
@@ -232,7 +232,9 @@ COUNT, EACH = 10, 2_000_000  # number of tensors, and elements of each (8 MB in 
 @linux
 @pytest.mark.parametrize("wrong", [False, True])
 @in_a_new_process
-def test_saving_a_checkpoint_folder_copies_one_tensor_at_a_time(tmp_path, monkeypatch, wrong):
+def test_saving_a_checkpoint_folder_holds_a_copy_of_one_tensor_at_a_time_unless_copies_are_kept(
+    tmp_path, monkeypatch, wrong
+):
     """Every tensor has to be copied, as from a card. Wrong on purpose: all copies are kept, as torch's writer does."""
     whole, written, kept = {str(i): torch.ones(4, EACH // 4).t() for i in range(COUNT)}, checkpoint_folder._written, []
 

@@ -102,7 +102,7 @@ def network(model_type):
     return made
 
 
-def test_transformers_4_computes_equal_logits_and_tokens_from_exported_folders(tmp_path, old_python):
+def test_transformers_4_computes_the_logits_and_tokens_of_transformers_5_from_exported_folders(tmp_path, old_python):
     quiet()
     ids, ours = torch.arange(24)[None] * 7 % 300, {}  # (1, T)
     for number, model_type in enumerate(MODELS):
@@ -150,7 +150,7 @@ def keeps_logits(model, tokenizer):
     return {}
 
 
-def test_transformers_4_computes_equal_logits_of_a_trained_model_and_its_adapter(tmp_path, old_python):
+def test_transformers_4_computes_the_logits_of_the_run_from_its_exported_model_and_adapter(tmp_path, old_python):
     def trained(name, model, *lines):
         """Returns the exported folder, and the logits of the run's own model."""
         fitted(model, tmp_path / name, *CHATS, *lines, f"metric={__name__}.keeps_logits")

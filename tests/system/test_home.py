@@ -34,7 +34,7 @@ def test_unwritable_home_gives_libraries_a_temporary_folder_and_keeps_hf_home(no
     assert os.environ["WANDB_DATA_DIR"] == str(folder)
 
 
-def test_writable_home_folder_is_left_unchanged(no_home, monkeypatch):
+def test_writable_home_folder_sets_no_folder_variable_of_a_library(no_home, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: True)
     home.replace_if_read_only()
     assert not any(name in os.environ for name in home.FOLDERS)

@@ -38,7 +38,7 @@ class Seen(torch_private.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_dispatch_mode_sees_every_operator_including_backward():
+def test_dispatch_mode_sees_the_matmuls_of_forward_and_backward():
     x = torch.ones(2, 2, requires_grad=True)
     with Seen() as seen:
         (x @ x).sum().backward()
@@ -277,7 +277,7 @@ def test_reading_a_number_from_a_tensor_is_a_dispatched_operator():
     assert torch_private.READ_A_NUMBER in seen.functions, breaks("plans of what asks whether gradients are finite")
 
 
-def test_grouped_matmul_is_a_dispatched_operator():
+def test_grouped_matmul_of_fake_tensors_has_the_shape_of_the_product():
     a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
     ends = torch.tensor([1, 4], dtype=torch.int32)
     with torch_private.LeanFakeTensorMode() as fake:
@@ -294,7 +294,7 @@ def test_nonzero_and_split_are_dispatched_operators():
     assert torch_private.NONZERO in seen.functions and torch_private.SPLIT in seen.functions, message
 
 
-def test_recompile_limit_can_be_raised_and_compile_errors_are_recognized():
+def test_function_is_compiled_for_20_values_if_the_recompile_limit_is_raised_in_a_context():
     graphs = []
 
     def backend(graph, inputs):
@@ -309,7 +309,11 @@ def test_recompile_limit_can_be_raised_and_compile_errors_are_recognized():
             compiled(torch.ones(2), n)
     assert before == torch._dynamo.config.recompile_limit < 20
     assert len(graphs) == 20, breaks("compiled blocks with many shapes")
-    branches = torch.compile(lambda x: x if x.sum() > 0 else -x, backend=backend, fullgraph=True)
+
+
+def test_compilation_of_a_branch_on_a_value_raises_one_of_the_compilation_errors():
+    torch.compiler.reset()
+    branches = torch.compile(lambda x: x if x.sum() > 0 else -x, backend="eager", fullgraph=True)
     with pytest.raises(torch_private.compilation_errors()):
         branches(torch.ones(2))
 
@@ -324,7 +328,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize(("fraction", "kept"), [(0.0, 1), (1.0, 3)])
-def test_activation_memory_budget_reaches_the_compiler(fraction, kept):
+def test_compiled_block_stores_1_activation_with_memory_budget_0_and_3_with_memory_budget_1(fraction, kept):
     torch.compiler.reset()
     block = Block()
     block.compile(backend="aot_eager_decomp_partition")

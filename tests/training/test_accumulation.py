@@ -196,6 +196,7 @@ def test_effective_batch_is_divided_by_micro_batch_and_devices():
         (lambda: by_epoch({0: 0}), "at least 1"),
         (lambda: by_epoch({0: 2.5}), "at least 1"),
     ],
+    ids=["0 batches", "indivisible size", "size below devices", "no first size", "size 0", "size 2.5"],
 )
 def test_invalid_accumulation_is_refused(make, says):
     with pytest.raises(Refused, match=says):

@@ -136,6 +136,7 @@ def test_missing_tokenizer_folder_is_refused(fit, typed, says):
         (["experiment=chat_lora_8gb", "epochs=3"], []),
         (["max_steps=2"], []),
     ],
+    ids=lambda lines: " ".join(lines) or "none",
 )
 def test_override_beside_an_experiment_sets_a_mutually_exclusive_key_of_the_experiment_to_null(typed, added):
     assert in_place_of(typed) == added

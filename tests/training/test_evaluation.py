@@ -62,7 +62,7 @@ def plain(folder, micro_batches):
     return sum(n for n, _ in sums) / sum(c for _, c in sums), sum(n / c for n, c in sums) / len(sums)
 
 
-def test_first_validation_set_without_a_counting_token_hides_no_result_of_another_set(fit, tmp_path):
+def test_validation_set_without_learned_tokens_has_a_nan_loss_and_another_set_keeps_its_loss(fit, tmp_path):
     def written(name, prompt):
         lines = (json.dumps({"q": f"{prompt} {number}", "a": f"{number}"}) + "\n" for number in range(40))
         (tmp_path / name).write_text("".join(lines))
@@ -125,11 +125,14 @@ def test_metrics_have_a_column_for_each_validation_set(fit, files):
     assert float(rows[-1]["val_loss"]) == summary["val_loss"] and "perplexity" not in rows[0]
 
 
-def test_first_validation_set_decides_stopping_and_no_validation_set_is_trained_on(fit, config, files, monkeypatch):
+def test_file_of_the_training_folder_that_is_a_validation_set_is_excluded_from_training(config, files):
     both = build.data(config(*typed(files)))
     alone = build.data(config(*typed(files, f"data.val_path={files / 'near'}")))
     assert len(both.tokens.train.ids) < len(alone.tokens.train.ids)  # 99.txt is not training text
     assert torch.equal(next(iter(both.val[0])).input_ids[:, 1:8], next(iter(both.val[0])).labels[:, :7])
+
+
+def test_first_of_two_validation_sets_decides_early_stopping_and_the_best_checkpoint(fit, files, monkeypatch):
     losses = iter([[9.0, 9.0], [2.0, 5.0], [3.0, 4.0], [4.0, 3.0], [5.0, 1.0]])  # the losses of the second set fall
     evaluated = CausalLM.on_validation_epoch_end
 

@@ -32,7 +32,7 @@ def built(folder):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_sharded_model_folder_is_loaded_and_exported_completely(tmp_path, tied):
+def test_sharded_model_folder_is_loaded_and_exported_with_equal_logits(tmp_path, tied):
     whole, ids = llama(tie_word_embeddings=tied), torch.arange(12)[None]
     whole.save_pretrained(tmp_path / "shards", max_shard_size="4KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
@@ -55,7 +55,7 @@ def test_model_folder_with_a_missing_shard_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends", "deliberately wrong"])
-def test_exported_chat_model_stops_at_the_end_of_its_turn(tmp_path, ends):
+def test_exported_chat_model_stops_at_its_end_of_turn_token_only_if_the_generation_config_names_it(tmp_path, ends):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     ids = {token: i for i, token in enumerate(["<unk>", "<end>", "<|im_start|>", "<|im_end|>", "a", "b"])}
     words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))

@@ -47,7 +47,11 @@ def broken(monkeypatch):
 GRADIENT = "transformer.h.1.mlp.c_fc.weight"
 
 
-@pytest.mark.parametrize("lines", [(), EARLY, *(pytest.param(more, marks=pytest.mark.matrix) for more in OTHER)])
+@pytest.mark.parametrize(
+    "lines",
+    [(), EARLY, *(pytest.param(more, marks=pytest.mark.matrix) for more in OTHER)],
+    ids=lambda of: " ".join(of) or "default",
+)
 @pytest.mark.parametrize("what", ["loss", GRADIENT])
 def test_non_finite_loss_or_gradient_is_refused_with_its_step_and_not_saved(fit, broken, tmp_path, lines, what):
     broken(what, {3})

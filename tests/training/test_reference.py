@@ -129,7 +129,9 @@ def test_reference_of_rated_answers_equals_a_second_model_bit_exactly(preferring
 
 @pytest.mark.rows("loss=kto")
 @BOTH
-def test_streamed_weights_give_equal_reference_log_probabilities(preferring, tmp_path, loss):
+def test_reference_log_probabilities_with_streamed_weights_equal_resident_weights_bit_exactly(
+    preferring, tmp_path, loss
+):
     resident = stored_by(preferring, tmp_path, loss, *STREAMED[1:])
     streamed = stored_by(preferring, tmp_path, loss, *STREAMED)
     by_layer = stored_by(preferring, tmp_path, loss, *STREAMED, "weights.order=by_layer", *WINDOW)
@@ -173,7 +175,9 @@ def test_reference_log_probabilities_are_computed_for_read_pairs_only_and_cached
     [(True, ()), (False, ()), pytest.param(True, STREAMED, marks=pytest.mark.matrix)],
     ids=["killed", "interrupted", "streamed"],
 )
-def test_interrupted_reference_pass_continues_bit_exactly(preferring, tmp_path, computed, monkeypatch, killed, lines):
+def test_interrupted_reference_pass_computes_only_missing_pairs_and_equals_the_uninterrupted_pass(
+    preferring, tmp_path, computed, monkeypatch, killed, lines
+):
     """The next run computes the missing log-probabilities in the same micro-batches, so all bits are equal."""
     whole = stored_by(preferring, tmp_path, "max_steps=20", *lines)
     computed()
@@ -295,7 +299,9 @@ def test_resume_of_a_dpo_run_with_another_initial_model_is_refused(preferring, t
         fit_run(preferring("max_steps=8", f"resume={tmp_path / 'run'}", "seed=1"), tmp_path / "on")
 
 
-def test_evaluation_of_an_exported_model_without_its_reference_is_refused(preferring, tmp_path):
+def test_evaluation_of_an_exported_model_without_its_reference_is_refused_for_dpo_but_not_for_simpo(
+    preferring, tmp_path
+):
     fit_run(preferring(), tmp_path / "run")
     with pytest.raises(Refused, match="which an exported model does not name"):
         fit_run(preferring(f"evaluate={tmp_path / 'run' / 'model'}"), tmp_path / "evaluated")

@@ -300,7 +300,7 @@ def test_advice_after_non_finite_steps_does_not_suggest_the_current_precision(fi
     assert "precision=" not in str(refused.value)
 
 
-def test_lightning_early_stopping_and_learning_rate_monitor_take_effect(fit):
+def test_lightning_early_stopping_ends_a_run_and_learning_rate_monitor_logs_the_learning_rate(fit):
     summary, run = fit(
         "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
         "+callbacks.early.monitor=val_loss",
@@ -314,7 +314,7 @@ def test_lightning_early_stopping_and_learning_rate_monitor_take_effect(fit):
     assert rates and float(rates[0]["lr-AdamW/pg1"]) <= 1e-30
 
 
-def test_unsupported_lightning_callback_is_refused(command, tmp_path):
+def test_lightning_model_checkpoint_and_learning_rate_monitor_without_a_logger_are_refused(command, tmp_path):
     code, said = command("+callbacks.x._target_=lightning.pytorch.callbacks.ModelCheckpoint")
     assert code == 1 and "checkpoint.keep=best" in said and "Traceback" not in said
     assert not (tmp_path / "run").exists()
@@ -339,7 +339,7 @@ def test_best_and_newest_checkpoint_are_kept_after_a_resume(fit, monkeypatch):
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "5.ckpt"]
 
 
-def test_run_that_keeps_its_best_checkpoint_is_evaluated_and_completed(fit, copy, no_training):
+def test_run_evaluated_or_completed_with_checkpoint_keep_best_has_its_val_loss(fit, copy, no_training):
     run = copy()
     no_training()
     summary, other = fit(*LINES, "checkpoint.keep=best", f"evaluate={run}", folder="other")

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("as_for_families")
 
 @pytest.mark.rows("mixtral")
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.matrix) for name in POPULAR)])
-def test_all_technique_checks_of_an_architecture_are_right_except_refused_mamba2_lora_and_xlstm_bf16_master(name):
+def test_techniques_on_an_architecture_equal_their_references_except_refused_mamba2_lora_and_xlstm_bf16_master(name):
     for cell, said in family(name).items():
         refusal = REFUSED.get((name, cell))
         assert said.startswith(refusal) if refusal else said == "right", (cell, said)

@@ -106,7 +106,7 @@ def test_benchmark_speed_ratio_is_the_median_of_paired_steps_after_the_warm_up()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_all_benchmark_loops_have_bit_identical_losses(recipe):
+def test_losses_of_each_benchmark_loop_equal_the_plain_pytorch_loop_bit_by_bit(recipe):
     rows = {loop: ["-m", "benchmarks.loops", loop, recipe, "tiny"] for loop in LOOPS}
     losses = {loop: one["losses"] for loop, one in turns.take_turns(rows).items()}
     assert losses["plain"][-1] < losses["plain"][0] - 0.5  # the loss decreases, so the loop trains

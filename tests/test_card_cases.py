@@ -156,7 +156,7 @@ def test_list_of_benchmark_cases_shows_measured_seconds_or_else_estimates(run, c
     [{"status": "failed", "why": "x\nboom"}, {"status": "done", "rows": [{"run": "r", "right": False}]}],
     ids=["failed", "wrong"],
 )
-def test_failed_or_wrong_benchmark_case_sets_the_exit_code_and_is_on_the_page(run, record):
+def test_failed_or_wrong_benchmark_case_gives_exit_code_1_and_is_named_on_the_page(run, record):
     run.results["b"] = {"rows": [], "seconds": 1.0} | record
     assert run() == (1, ["a", "b", "c"])
     text = run.file.with_suffix(".md").read_text()
@@ -305,7 +305,7 @@ def test_benchmark_loops_run_forwards_and_backwards_and_a_failure_does_not_stop_
     assert rows["b"]["why"] == "ValueError: boom" and blocks.seconds_per_step(rows["b"]) is None
 
 
-def test_kernel_benchmark_yields_each_row_when_complete(here, monkeypatch):
+def test_kernel_benchmark_yields_each_row_after_its_last_run_and_before_other_rows_are_complete(here, monkeypatch):
     ran, done = [], []
 
     def run(here, loop, by):
@@ -458,7 +458,7 @@ def test_repeated_benchmark_run_reports_whether_bits_are_equal_and_the_cost_of_d
 
 
 @pytest.mark.parametrize(("copied", "waited", "share"), [(4.0, 1.0, 0.75), (1.0, 2.0, 0.0), (0.0, 0.0, None)])
-def test_share_of_copies_hidden_by_computation_follows_from_copy_and_wait_time(copied, waited, share):
+def test_share_of_copies_hidden_by_computation_is_1_minus_wait_over_copy_time_and_at_least_0(copied, waited, share):
     assert whole.hidden_share(copied, waited) == share
 
 
@@ -488,7 +488,7 @@ def test_row_of_the_benchmark_page_has_prediction_and_share_of_peak_flops(monkey
     assert list(page._cells(row | {"by": "a plain PyTorch loop"}, None))[3:6] == ["0.500", "-", "3.00"]
 
 
-def test_benchmark_page_names_the_card_of_its_predictions(run):
+def test_benchmark_page_has_predictions_only_for_results_of_a_card_and_names_their_card(run):
     name = "GPT-2 124M, bf16"
     row = {"run": name, "by": "lowmem", "tokens": 8192, "flops_per_token": 1.0}
     row |= {"blocks": [{"steps": 1, "seconds": 1.0}]}

@@ -74,7 +74,7 @@ def test_repacking_refuses_a_cuda_that_the_wheel_lacks_and_leaves_the_wheel_unch
     assert bitsandbytes.read_bytes() == before
 
 
-def test_size_of_the_upload_counts_wheels_and_tracked_files_and_is_limited(tmp_path: Path):
+def test_size_of_the_upload_counts_wheels_and_tracked_files_and_is_refused_above_the_limit(tmp_path: Path):
     tracked = luggage.size(tmp_path)
     (tmp_path / "a-1-py3-none-any.whl").write_bytes(b"x" * 1000)
     assert luggage.size(tmp_path) == tracked + 1000
@@ -82,7 +82,7 @@ def test_size_of_the_upload_counts_wheels_and_tracked_files_and_is_limited(tmp_p
         luggage.size(tmp_path, limit=tracked + 999)
 
 
-def test_missing_requirements_lists_packages_that_neither_wheels_nor_image_provide(tmp_path: Path):
+def test_missing_requirements_lists_packages_that_wheels_and_image_lack_or_have_in_unsuitable_versions(tmp_path: Path):
     needs = (
         "b>=2",
         "there",

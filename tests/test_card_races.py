@@ -29,7 +29,7 @@ def test_race_report_names_both_racing_accesses(rows, monkeypatch):
     assert "Previous access by stream device" in report and "boundary.py" in report and "/lib/python" not in report
 
 
-def test_race_benchmark_whose_checker_finds_no_races_is_not_right(rows, monkeypatch):
+def test_race_benchmark_whose_checker_finds_no_races_reports_its_wrong_variant_as_not_right(rows, monkeypatch):
     monkeypatch.setattr(case.Seen, "launch", lambda self, checked: lambda *_: self.operators.update("ab") or [])
     plain, wrong = rows()
     assert plain["right"] and not wrong["right"]

@@ -216,14 +216,14 @@ def unresolved(cfg):
     ],
     ids=lambda lines: " ".join(lines) or "none",
 )
-def test_typed_choice_wins_over_several_experiments(lines, kept):
+def test_choice_typed_beside_several_experiments_wins_and_keeps_keys_of_experiments_with_this_choice_only(lines, kept):
     """Keys of the typed choice come only from experiments that make this choice."""
     cfg = typed_lines.composed([*lines, "model=tiny", "seq_len=128"])
     check(settled(cfg), {})
     assert unresolved(cfg) == unresolved(typed_lines.composed([*lines[1:], *kept]))
 
 
-def test_last_of_several_experiments_makes_the_choice_and_sets_its_keys():
+def test_last_of_several_experiments_decides_the_accumulation_choice_and_its_keys():
     for names, line in (("combine_all,gpt2_xl_12gb", "size=64"), ("gpt2_xl_12gb,combine_all", "batches=4")):
         choice = "fixed" if "batches" in line else "effective_batch"
         alone = typed_lines.composed([f"accumulation={choice}", f"accumulation.{line}"])
@@ -259,7 +259,7 @@ def test_memory_stated_by_a_preset_equals_the_prediction(preset):
     assert f"{found.reserved / GIB:.1f}" == reserved
 
 
-def test_conf_contains_presets_for_debugging_comparison_and_each_card_size():
+def test_conf_contains_the_presets_baseline_combine_all_debug_and_recipes_for_cards():
     assert set(PRESETS) >= {"baseline", "combine_all", "gpt2_xl_12gb", "llama_1b_8gb", "debug", *CARDS}
     assert set(CARDS) >= {"chat_lora_8gb", "chat_full_24gb", "continue_pretraining", "qlora_8b_12gb", "qlora_8b_4gb"}
 

@@ -41,7 +41,7 @@ def without_limit(code: str) -> list[int]:
 STARTS = ("subprocess.run", "subprocess.check_output", "subprocess.check_call", "subprocess.call", "os.system")
 
 
-def test_every_process_started_by_a_test_has_a_timeout():
+def test_every_subprocess_run_check_call_and_communicate_of_the_tests_has_a_timeout():
     files = [*(ROOT / "tests").rglob("*.py")]
     assert {str(file): lines for file in files if (lines := without_limit(file.read_text()))} == {}
 

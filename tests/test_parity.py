@@ -196,7 +196,7 @@ def test_late_weight_decay_of_bitsandbytes_exceeds_the_tolerance_unless_correcte
     assert not within(deviations(config, technique)[:2], allowed(technique)[:2])
 
 
-def test_loss_without_the_last_micro_batch_exceeds_the_tolerance_of_every_technique(config, monkeypatch):
+def test_loss_without_the_last_micro_batch_exceeds_the_loss_tolerance_of_every_pair_of_techniques(config, monkeypatch):
     last_micro_batch_dropped(monkeypatch)
     assert deviations(config, "accumulation=fixed")[2] > max(allowed(a, b)[2] for a, b in PAIRS)
 
@@ -219,7 +219,7 @@ def test_preference_loss_with_exchanged_answers_exceeds_the_tolerance_of_every_p
     assert found[0] > 0.5 > widest[0] and found[2] > 0.1 > widest[2], found
 
 
-def test_loss_summed_in_16_bits_exceeds_the_tolerance(config, monkeypatch):
+def test_loss_summed_in_bf16_exceeds_the_tolerance_of_bf16_true(config, monkeypatch):
     """Every addition is rounded to bf16. If only the final sum were rounded, the error could be small by chance."""
 
     def full(model, batch):
@@ -252,7 +252,7 @@ def test_decayed_norms_or_two_wrong_signs_exceed_the_tolerance_of_one_rounded_si
 
 
 @pytest.mark.parametrize("precision", ["16", "16-true"])
-def test_clipping_gradients_before_unscaling_exceeds_the_tolerance(config, precision, monkeypatch):
+def test_clipping_gradients_before_unscaling_exceeds_the_tolerance_of_fp16_precisions(config, precision, monkeypatch):
     right = DeviceOptimizer.finish
 
     def wrong(self, *how):

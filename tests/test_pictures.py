@@ -86,7 +86,7 @@ def test_drawn_documentation_picture_equals_the_committed_file(name):
 
 
 @pytest.mark.process
-def test_picture_of_a_refusal_has_the_printed_text():
+def test_committed_picture_of_a_refusal_equals_the_picture_of_the_printed_text():
     assert pictures.refusal().svg() == file_of("refusal").read_text(encoding="utf-8")
 
 

@@ -137,7 +137,7 @@ def beside(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_readme_and_docs_runs(command, folder):
+def test_command_of_readme_and_docs_exits_with_0_and_prints_its_result(command, folder):
     said = as_typed(command, folder, *beside(command))
     if says_only(command) or "generate=" in command:
         assert said.strip()

@@ -220,7 +220,7 @@ def test_out_of_memory_error_lists_memory_by_category_and_advice(command, monkey
 
 
 @pytest.mark.process
-def test_help_imports_no_heavy_packages():
+def test_help_does_not_import_torch_lightning_transformers_wandb_or_numpy():
     code = (
         "import sys, runpy; sys.argv = ['train.py', '--help']\n"
         "try: runpy.run_path('train.py', run_name='__main__')\n"
@@ -233,7 +233,7 @@ def test_help_imports_no_heavy_packages():
     assert "Groups: one override swaps a technique" in out and out.strip().endswith("[]")
 
 
-def test_run_restores_the_signal_handlers(command):
+def test_completed_run_restores_the_earlier_sigint_handler(command):
     before = signal.getsignal(signal.SIGINT)
     assert command()[0] == 0
     assert signal.getsignal(signal.SIGINT) is before

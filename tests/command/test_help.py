@@ -79,7 +79,7 @@ def test_every_overridable_key_of_config_yaml_and_plan_yaml_has_a_comment():
 
 
 @pytest.mark.process
-def test_help_shows_new_comments_and_drops_removed_comments(tmp_path, typed):
+def test_help_shows_a_changed_comment_of_config_yaml_instead_of_the_old_comment(tmp_path, typed):
     """The help text is read from the yaml files, so another conf/ gives another text."""
     shutil.copytree(CONF, tmp_path / "conf")
     file = tmp_path / "conf" / "config.yaml"

@@ -72,7 +72,7 @@ def test_resume_hint_with_both_learning_rates_is_logged_only_if_the_schedule_cha
 
 
 @pytest.mark.parametrize("optim", ["adamw4bit", "adamw8bit"])
-def test_compilation_hint_is_logged_only_for_optimizers_compiled_in_the_first_step(config, caplog, optim):
+def test_hint_of_compilation_in_the_first_step_is_logged_for_adamw4bit_but_not_for_adamw8bit(config, caplog, optim):
     with caplog.at_level("INFO", logger="lowmem"):
         hints.tell_compilation(config(f"optim={optim}"))
     assert ("the first step compiles this optimizer" in caplog.text) == (optim == "adamw4bit")

@@ -144,6 +144,7 @@ def test_checkpoint_folder_replaces_an_existing_file_or_folder(tmp_path, there):
         (KeyError("k"), (RuntimeError, "Rank 1: KeyError: 'k'")),
         (None, None),
     ],
+    ids=["os error", "refusal", "other error", "none"],
 )
 def test_error_of_one_process_is_raised_on_all_processes_of_a_save(failure, heard):
     said = []

@@ -49,7 +49,7 @@ def test_csv_file_of_a_resumed_run_keeps_earlier_rows_and_drops_later_and_incomp
     assert last == {"step": "3", "loss": "1.5"}
 
 
-def test_jsonl_file_is_truncated_after_a_step_and_survives_a_kill(tmp_path, monkeypatch):
+def test_jsonl_file_is_truncated_after_a_step_and_keeps_its_lines_if_the_process_is_killed(tmp_path, monkeypatch):
     file = tmp_path / "samples.jsonl"
     lines = [f'{{"step": {step}}}\n' for step in (1, 2, 3)]
     file.write_text("".join(lines) + '{"step": 3, "te')

@@ -14,7 +14,7 @@ def drawn(device) -> torch.Tensor:
 
 
 @each_device
-def test_restored_random_states_draw_equal_numbers(device):
+def test_restored_random_states_draw_the_numbers_drawn_after_their_capture(device):
     states = captured(torch.device(device))
     first = drawn(device)
     assert not torch.equal(drawn(device), first)

@@ -184,7 +184,7 @@ def test_device_query_is_a_dispatched_operator():
     assert mode.asked, breaks("the time of a plan: that it is answered at once")
 
 
-def test_storage_key_is_unique_and_stable():
+def test_storage_key_is_equal_for_views_of_a_storage_and_differs_between_storages():
     with torch_private.LeanFakeTensorMode():
         a, b = torch.empty(4), torch.empty(4)
     for one, other in ((a, b), (torch.empty(4), torch.empty(4))):

@@ -51,7 +51,9 @@ def test_steps_of_an_epoch_do_not_depend_on_batch_size(config):
     assert len({build.open_texts(run).steps_in(run) for run in runs}) == 1
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("plan=auto",), marks=pytest.mark.matrix), ("show=1",)])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("plan=auto",), marks=pytest.mark.matrix), ("show=1",)], ids=["train", "plan", "show"]
+)
 def test_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
     """Epochs are counted on the training rows themselves, so files are read and tokenized only once."""
     opened, open_source = [], StoredSource.opened

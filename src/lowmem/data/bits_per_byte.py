@@ -1,11 +1,11 @@
 """Converts a validation loss to bits per byte of the predicted text, a unit that is comparable across tokenizers.
 
-If rows are consecutive parts of a split and every token is a label, the number of bytes is read from the token store,
-which stores the bytes of each document. For other rows, such as the answers of a chat or rows with packing=documents,
-each process reads the labels of its device's rows once and counts the bytes of their text. With a byte-level tokenizer,
-each token has a fixed number of bytes. With other tokenizers, a token that is decoded separately may lose a space or
-contain an incomplete character. So consecutive labels are decoded together with up to BEFORE tokens before them, and
-the bytes that the labels add to the text are counted.
+If rows are consecutive parts of a split without ignored labels, the number of bytes is read from the token store, which
+stores the bytes of each document; only an incomplete last document is decoded. For other rows, such as the answers of a
+chat or rows with packing=documents, each process reads the labels of its device's rows once and counts the bytes of
+their text. With a byte-level tokenizer, each token has a fixed number of bytes. With other tokenizers, a token that is
+decoded separately may lose a space or contain an incomplete character. So a run of consecutive labels is decoded
+together with up to BEFORE tokens before the run, and the bytes that the run adds to the decoded text are counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,9 @@ BEFORE = 4  # tokens of context; enough to complete a character, which has at mo
 
 
 def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], float]:
-    """Returns a function that converts nats per label to bits per byte, or to nan if the labels have no text. Its first
-    call counts the labels and bytes. An end-of-text token counts as a label without bytes."""
+    """Returns a function that converts nats per label to bits per byte; the result is nan if the labels have no text.
+    The first call of this function counts the labels and bytes. An end-of-text token counts as a label without
+    bytes."""
     counted = cache(lambda: _counted(tokens, val))
 
     def bits(nats: float) -> float:
@@ -34,8 +35,8 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 
 
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
-    """Returns the number of labels, and the bytes of their text. For rows without gaps, the rows of all devices are
-    counted; otherwise only the rows of this device."""
+    """Returns the number of labels, and the bytes of their text. For rows with `without_gaps`, both numbers are totals
+    of all devices; otherwise they cover only the rows of this device."""
     if val.sequences.without_gaps:
         known = replace(tokens, val=val.sequences.split)  # each source of a mixture has its own split
         return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)

@@ -1,12 +1,12 @@
 """Stores files in a cache folder with their checksums, and rebuilds a folder if a file does not match its checksum. The
 token store keeps its files in such folders.
 
-`meta.json` contains metadata, the size and the CRC-32 of every other file that was written with it, and the CRC-32 of
-these values. Opening a folder reads and checks all of these files, at about 1 GB/s. Files that are added to the folder
-later are not checked. For local source files, every start also computes the SHA-256 of the source text, which takes
-longer than this check: the text has twice the bytes of its tokens, and SHA-256 runs at half the speed. The returned
-arrays are memory-mapped from the files that were checked, so another process may replace the folder while the arrays
-are in use.
+`meta.json` contains metadata, the size and the CRC-32 of each file that `fill` wrote, and a CRC-32 of these values.
+Opening a folder reads and checks these files, at about 1 GB/s. Files that are added to the folder later are not
+checked. The check takes less time than the cache key of local source files, which requires the SHA-256 of the source
+text at every start: the text has about twice the bytes of its tokens, and SHA-256 runs at about half the speed. The
+returned arrays are memory-mapped from the files that were checked, so another process may replace the folder while the
+arrays are in use.
 """
 
 import json
@@ -54,7 +54,7 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
 
     Raises:
         OSError: a file cannot be read, or the folder cannot be written.
-        Refused: the files still do not match their checksums after ATTEMPTS attempts.
+        Refused: the files still do not match their checksums after ATTEMPTS attempts, or `fill` raises Refused.
     """
     for _ in range(ATTEMPTS):
         found = _inode(folder)

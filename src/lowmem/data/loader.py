@@ -3,11 +3,12 @@
 A window contains the micro-batches of one optimizer step. A sequence is a row of a split (`packing.py`), or both rows
 of a padded pair (`pairs.py`). An epoch reads every sequence once, in a permutation drawn from (seed, epoch). The sizes
 of micro-batches and windows and the number of devices decide only where this order is divided; they do not change the
-order. There are two exceptions: packing=padded sorts rows so that the rows of a micro-batch have similar lengths, and a
-stream is permuted block by block (`stream.py`).
+order. There are two exceptions. With packing=padded, rows are sorted so that a micro-batch has rows of similar lengths,
+and this order also depends on the batch size and the number of devices. A stream is permuted block by block
+(`stream.py`).
 
-Each window contains the position at which the next window begins. Training stores this position once the optimizer step
-of the window is done, so a resumed run never skips a window that was prefetched but not trained on.
+Each window contains the position at which the next window begins. Training adopts this position only after the
+optimizer step of the window, so a resumed run does not skip windows that were prefetched but not trained on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +32,8 @@ COUNTS = ("learned_tokens", "weight", "first_tokens")  # cached counts of a micr
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Rows that go through the model together. A loss that needs more than tokens uses a subclass. The subclass adds
-    tensors with the same first dimension as `input_ids`, and defines `weight`: the sum of a window's losses is divided
-    by the sum of the weights of its micro-batches."""
+    tensors whose first dimension is that of `input_ids`, and defines `weight`. The sum of a window's losses is divided
+    by the sum of the weights of its micro-batches, on all devices."""
 
     UNIT: ClassVar[str] = "tokens"  # unit of `weight`
     # rows per sequence; a sequence is never split across devices, so both rows of a pair stay together
@@ -51,14 +52,14 @@ class MicroBatch:
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """Returns names for the rows of the first sequence, for display; empty if rows need no names."""
+        """Returns a name for each row of the first sequence, for display; empty if rows have no names."""
         return ()
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """Returns the keyword arguments of the model's forward pass: `input_ids`, and `position_ids` unless it is None.
-        If `counted` has cached `first_tokens`, this list becomes the attribute `counted_first` of the position ids, so
-        that `document_attention.py` does not have to wait for values from the device."""
+        Also sets the attribute `counted_first` of the position ids to `first_tokens` if `counted` has cached this list.
+        Then `document_attention.py` does not wait for values from the device."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids}
         if (known := vars(self).get("first_tokens")) is not None:
@@ -77,14 +78,14 @@ class MicroBatch:
 
     @classmethod
     def concatenated(cls, batches: Sequence[Self]) -> Self:
-        """Returns one micro-batch with the rows of all batches. The same optional tensors must be None in all
-        batches."""
+        """Returns one micro-batch with the rows of all batches. An optional tensor must be None in all batches or in
+        none."""
         return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
 
     def to(self, device: torch.device, **how: object) -> Self:
         """Returns this micro-batch on a device, with its cached counts. Lightning calls this method for each
         micro-batch of a window or of a validation group. For a GPU, tensors are first copied to pinned memory: a copy
-        from pageable memory would make the host wait until all earlier work of the GPU is done."""
+        from pageable memory would make the host wait for the work that was queued on the GPU before."""
         pinned = torch.device(device).type == "cuda" and not self.input_ids.is_cuda
         if pinned:
             how = {"non_blocking": True} | how
@@ -93,15 +94,15 @@ class MicroBatch:
         return moved
 
     def counted(self) -> Self:
-        """Computes and caches the learned tokens, the weight and the starts of documents while the tensors are in host
-        memory, and returns self. Counting on the GPU would make the host wait for the GPU."""
+        """Computes and caches `learned_tokens`, `weight` and `first_tokens`, and returns self. Called while the tensors
+        are in host memory, because counting on the GPU would make the host wait for the GPU."""
         vars(self).update({name: getattr(self, name) for name in COUNTS})
         return self
 
     @property
     def nothing(self) -> Self:
-        """Returns the first sequence without labels, for a device that has no rows left but must take part in
-        collectives."""
+        """Returns a copy of the first sequence in which the loss ignores all labels. A device that has no rows left
+        computes this copy, because it must take part in collectives."""
         example = self.each(lambda tensor: tensor[: self.ROWS])
         return replace(example, labels=torch.full_like(example.labels, IGNORED))
 
@@ -161,14 +162,14 @@ class Window(NamedTuple):
 
 
 class Rows:
-    """The base class of the rows of a split, which a loader reads by number, in any order. (The rows of a stream are an
-    exception, see `numbered`.) `packing.py` has the subclasses for text.
+    """The base class of the rows of a split. A loader reads rows by number, in any order (except rows of a stream, see
+    `numbered`). `packing.py` has the subclasses for documents.
 
     Attributes:
         seq_len: maximum tokens of a row.
         report: counts of included, cut and dropped documents (or pairs or rated answers), for the log.
-        without_gaps: True: the rows are consecutive parts of the split, and every token is a label. (The first token of
-            the split is only an input.)
+        without_gaps: True: the rows are consecutive parts of the split, and the loss ignores no label. (The first token
+            of the split is an input, but not a label.)
     """
 
     seq_len: int
@@ -181,7 +182,7 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Returns the maximum length of a row in tokens, including padding."""
+        """Returns the length of the longest row in tokens, or an upper bound of this length."""
         return self.seq_len
 
     def __len__(self) -> int:
@@ -192,8 +193,8 @@ class Rows:
 
     @classmethod
     def example(cls, batch_size: int, seq_len: int) -> MicroBatch:
-        """Returns full rows of zeros whose tensors have the shapes, dtypes and memory layout of real rows. The planner
-        traces the model with these rows."""
+        """Returns rows of zeros without padding. Their tensors have the shapes, dtypes and memory layout of real rows
+        with `seq_len` tokens. The planner traces the model with these rows."""
         tensors = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(3 if cls.positions else 2))
         real = torch.ones(batch_size, seq_len, dtype=torch.bool) if cls.filler else None
         return MicroBatch(*tensors, real=real)
@@ -210,8 +211,8 @@ class Rows:
 
     @property
     def order(self) -> dict:
-        """Returns values that identify the content of all rows; `WindowLoader.order` adds their number and length. A
-        checkpoint stores these values, so that a resumed run detects changed data."""
+        """Returns values that identify the content of all rows. `WindowLoader.order` adds the number of rows and
+        `seq_len`. A checkpoint stores these values, so that a resumed run detects changed data."""
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
@@ -220,8 +221,8 @@ class Rows:
         return permutation
 
     def grouping(self, rows_per_step: int) -> dict:
-        """Returns the values besides the permutation on which the result of `arranged` depends. A checkpoint stores
-        these values."""
+        """Returns the values, besides the permutation, that change the result of `arranged`. A checkpoint stores these
+        values."""
         return {}
 
 
@@ -251,12 +252,12 @@ class Share(NamedTuple):
 
 
 class WindowLoader:
-    """Yields windows endlessly, beginning at `position`. Each window has the micro-batches of one device.
+    """Yields windows endlessly, beginning at `position`. A window has only the micro-batches of this device.
 
     Args:
-        share: the device's share of each global micro-batch.
-        window_size: called with the numbers of an epoch and a window; returns the number of micro-batches of this
-            window. The last window of an epoch may have fewer.
+        share: this device's share of each global micro-batch.
+        window_size: (number of an epoch, number of a window) -> number of micro-batches of this window. The last window
+            of an epoch may have fewer.
     """
 
     def __init__(
@@ -267,8 +268,8 @@ class WindowLoader:
 
     @property
     def order(self) -> dict[str, int | str]:
-        """Returns everything on which the order of sequences depends. A saved position is valid only if this value has
-        not changed since."""
+        """Returns the values on which the order of sequences depends. A saved position is valid only while they are
+        unchanged."""
         ours = {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
         return ours | self.sequences.order | self.sequences.grouping(self.share.rows_per_step)
 
@@ -324,8 +325,8 @@ class WindowLoader:
 
 
 class ValidationLoader:
-    """Yields one device's share of the first `limit` sequences of a validation set, in order, in micro-batches of the
-    training size.
+    """Yields this device's share of the first `limit` sequences of a validation set, in order. The micro-batches have
+    the batch size of training.
 
     Args:
         name: name of the validation set; empty if there is only one set.
@@ -337,8 +338,8 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """Returns the number of labels in the first `count` rows, summed over all devices. Only valid for rows
-        `without_gaps`, in which every token is a label, except the first token of the split."""
+        """Returns the number of labels in the first `count` rows, summed over all devices. Valid only for rows with
+        `without_gaps`, which have `seq_len` labels each."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:

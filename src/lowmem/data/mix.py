@@ -2,10 +2,10 @@
 tokens in the loss.
 
 Shares count labels and not rows, because a row of chat has fewer labels than a row of text. An epoch contains every row
-of every source at least once. If a source is too small for its share, its rows are repeated. `WindowLoader` permutes
-the row numbers of an epoch by (seed, epoch), so a checkpoint needs no further state to resume. It stores `Mixed.order`,
-which a resumed run compares to detect changed sources, numbers of rows or shares. Validation sets are not mixed: each
-source is validated separately.
+of every source at least once. The rows of a source that is too small for its share are repeated. `WindowLoader`
+permutes the row numbers of an epoch by (seed, epoch), so a checkpoint stores no further state of the mixture. It also
+stores `Mixed.order`, and a resumed run compares this value with its own, to detect changed sources, numbers of rows or
+shares. Validation sets are not mixed: each source is validated separately.
 """
 
 import logging
@@ -36,8 +36,9 @@ class Mix(Openable):
         shares: name of a source -> its share of the labels; None: an epoch reads every row of every source once.
 
     Raises:
-        Refused: there is no source, a source cannot be part of a mixture, settings of the sources contradict each
-            other, or `shares` does not name exactly the sources.
+        Refused: there is no source; a source is a stream, has padded rows, or has rows with more than tokens and labels
+            (preference data); sources have different chat templates or values of `bos`; or `shares` does not name
+            exactly the sources.
     """
 
     name = "mix"
@@ -78,7 +79,7 @@ class Mix(Openable):
 
     @property
     def chat(self) -> ChatFormat | None:
-        """Returns the chat format of the sources with conversations; None if no source has conversations."""
+        """Returns the chat format that all sources with conversations share; None if no source has conversations."""
         return next(iter(self.chats.values()), None)
 
     def key(self) -> list:
@@ -112,7 +113,7 @@ class Mix(Openable):
 
 def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
     """Returns the validation sets of all sources. An unnamed set gets the name of its source, and a named set of a
-    nested mixture gets the name <source>_<set>."""
+    nested mixture gets the name <source>_<set>. Raises Refused if two sets would get one name."""
     sets: dict[str, Rows] = {}
     for part, source in opened.items():
         for below, rows in source.val.items():
@@ -132,8 +133,8 @@ def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
 
 
 class Mixed(Rows):
-    """The rows of one epoch, numbered source by source. The rows of a source repeat if its share needs more rows than
-    it has."""
+    """The rows of one epoch, numbered source by source. Rows of a source are repeated if its share needs more rows than
+    the source has."""
 
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
@@ -210,6 +211,6 @@ class Mixed(Rows):
 
 
 def _per_row(rows: Rows) -> float:
-    """Returns the average number of labels in a row, estimated from a sample of rows."""
+    """Returns the average number of labels in a row, estimated from at most LOOKED_AT evenly spaced rows."""
     sample = np.unique(np.linspace(0, len(rows) - 1, LOOKED_AT).astype(int))
     return sum(rows.micro_batch(sample[i : i + 1]).learned_tokens for i in range(len(sample))) / len(sample)

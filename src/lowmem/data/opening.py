@@ -1,7 +1,9 @@
 """Defines how training opens a data source, that is, turns its documents into rows of tokens.
 
-The documents of a `StoredSource` are tokenized into the token store once. Every other `Openable` makes its rows itself.
-`training/build.py` opens the source of a run, and `mix.py` opens the sources of a mixture.
+The documents of a `StoredSource` are tokenized into the token store once. The other subclasses of `Openable` (a
+mixture, a stream, random tokens) define `opened` themselves. `training/build.py` opens one source per run, and `mix.py`
+opens every source of a mixture. If data.val_path names several validation sets, `build.py` creates a source for each
+set, opens only the first one, and gets the validation tokens of the others from `token_store.held_out`.
 """
 
 from collections.abc import Mapping
@@ -23,8 +25,12 @@ class RowSettings(NamedTuple):
     """The settings for making rows.
 
     Args:
-        bpe_size: vocabulary size of the tokenizer that is trained on the source if `tokenizer` is None.
-        special_tokens: special tokens of this new tokenizer, besides the end-of-text token.
+        cache_dir: the folder of the token store.
+        seq_len: maximum number of input tokens of a row. Only rows with packing=padded may be shorter.
+        bpe_size: vocabulary size of the tokenizer that is trained on the source if `tokenizer` is None. Random tokens
+            ignore this size.
+        tokenizer: the model's tokenizer; None: train one. A stream cannot be opened with None.
+        special_tokens: special tokens of the trained tokenizer, besides the end-of-text token.
     """
 
     cache_dir: Path
@@ -38,8 +44,8 @@ class Opened(NamedTuple):
     """The rows of an opened source.
 
     Args:
-        tokens: the tokenizer, and the tokens of both splits: for a mixture, the tokens of one of its sources; for a
-            stream, only the validation tokens; for random tokens, none.
+        tokens: the tokenizer and the tokens of both splits. For a mixture, these are the splits of one of its sources.
+            The training split of a stream and both splits of random tokens are empty.
         val: name of a validation set -> its rows; a single, unnamed validation set has the name "".
     """
 
@@ -53,23 +59,24 @@ class Openable(Source):
 
     @classmethod
     def rows_class(cls, data: Mapping) -> type[Rows]:
-        """Returns the class of this source's rows without opening the source. The planner traces the `example` of the
-        class. The type of this example also shows whether the loss accepts the rows. Args: data: the arguments of the
-        source."""
+        """Returns a class of rows without opening the source. The `example` of this class has the type and the tensors
+        of the source's micro-batches. It need not be the class of the training rows: a mixture, a stream and random
+        tokens have row classes of their own. The planner traces the model with the example, and the type of the example
+        decides whether the loss accepts the data. Args: data: the arguments of the source."""
         return packing.rows_class(data)
 
     def opened(self, wanted: RowSettings) -> Opened:
-        """Opens the source.
+        """Returns the tokenizer and the rows of both splits.
 
         Raises:
-            Refused: the data cannot be used, for example because a file cannot be read or nothing is left to train on.
+            Refused: for example, a file cannot be read, or nothing is left to train on.
         """
         raise NotImplementedError
 
 
 def source_class(target: str) -> type[Openable]:
-    """Returns the source class that a `_target_` names, or `Openable` if the `_target_` is anything else, such as a
-    function that makes a source."""
+    """Returns the source class that a `_target_` names, or `Openable` if it names anything else, such as a function
+    that creates a source."""
     target = get_object(target)
     return target if isinstance(target, type) and issubclass(target, Openable) else Openable
 

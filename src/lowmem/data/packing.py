@@ -1,21 +1,22 @@
 """Packs the documents of a split into rows of at most `seq_len` tokens. `data.packing` selects one of three methods:
 
-- `joined` concatenates all text and cuts it into full rows. Rows need no padding, but the tokens of a document also
-  attend to unrelated documents in their row.
-- `documents` packs complete documents into rows (best fit decreasing). The position ids start at 0 in each document, so
-  tokens attend only to their own document (`model/packed_attention.py`).
-- `padded` gives each document its own row, which is padded at its end to the length of the longest row of the
-  micro-batch. In a causal model, padding at the end does not influence the tokens before it, so `padded` needs no
-  attention mask. But the model also computes the padding.
+- `joined` concatenates all documents and cuts the result into full rows. Rows need no padding, but tokens also attend
+  to unrelated documents before their own document in the row.
+- `documents` packs documents into rows without dividing them (best fit decreasing). The position ids start at 0 in each
+  document, so tokens attend only to their own document (`model/packed_attention.py`).
+- `padded` gives each document its own row, which is padded at its end to the length of the longest row of the global
+  micro-batch (of all devices). In a causal model, padding at the end does not influence the tokens before it, so
+  `padded` needs no attention mask. But the model also computes the padding.
 
-With `documents` and `padded` a label is the next token of the same document, so a document's last token has no label.
-With these two methods, `too_long` decides what happens to documents that are longer than a row. `cut` divides such a
+With `documents` and `padded`, a label is the next token of the same document, so a document's last token has no label.
+`data.too_long` decides what these two methods do with documents that are longer than a row. `cut` divides such a
 document into several pieces without losing labels: the label of a piece's last token is the first token of the next
-piece. `drop` leaves the document out, and `refuse` ends the run.
+piece. Position ids start at 0 in each piece, so a piece is computed without the pieces before it. `drop` leaves the
+document out, and `refuse` raises Refused.
 
-Best fit decreasing (Johnson et al. 1974) places each piece, the longest first, in the row with the smallest sufficient
-space. The row is found without a loop over rows: one integer has a bit for each size of free space, which is set if a
-row with this space exists.
+Best fit decreasing (Johnson et al. 1974) places the pieces, the longest first, each in the row with the smallest
+sufficient free space. No loop over rows is needed to find this row: bit r of an integer is set if a row with exactly r
+free tokens exists.
 """
 
 import hashlib
@@ -46,8 +47,8 @@ FILLER = 0  # a token id that every vocabulary has
 
 
 class NothingToLearn(Refused):
-    """Raised if a split has no token in the loss. Args: report: counts of included, cut and dropped documents, as in
-    `pieces`."""
+    """Raised if a split has no token in the loss. Args: where: end of the message's first clause, such as " at
+    seq_len=512"; report: counts of included, cut and dropped documents (or pairs or rated answers)."""
 
     def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
         super().__init__(
@@ -59,8 +60,8 @@ class NothingToLearn(Refused):
 
 class TooLong(Refused):
     """Raised with too_long=refuse if a document, pair or rated answer is too long. Args: document: index, within the
-    split, of the first document that is too long. For pairs and rated answers: of the first document of the first pair
-    or rated answer that is too long."""
+    split, of the first document that is too long. For pairs, the index of the chosen answer's document in the first
+    pair that is too long."""
 
     def __init__(self, message: str, document: int) -> None:
         super().__init__(message)
@@ -72,7 +73,7 @@ class Joined(Rows):
     and its labels are the T tokens from i*T + 1 on. An incomplete last row is left out.
 
     Raises:
-        Refused: the split has less than one full row, or no token to learn.
+        Refused: the split has less than seq_len + 1 tokens, or no token to learn.
     """
 
     counted = "sequences"
@@ -99,7 +100,7 @@ class Joined(Rows):
 
     @cached_property
     def order(self) -> dict:
-        """Returns a digest of the text, since a different text may have the same number of rows."""
+        """Returns a digest of the split, since other data may have an equal number of rows."""
         return {"text": _digest(self.split)}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -118,7 +119,7 @@ class Joined(Rows):
 
 
 class Pieces(NamedTuple):
-    """The pieces of a split: documents, or parts of documents, each of which fits into a row."""
+    """The pieces of a split. A piece is a document or a part of a document, and fits into a row."""
 
     starts: np.ndarray  # (pieces,) int64: index of the first token in the split's ids
     lengths: np.ndarray  # (pieces,) int64
@@ -129,8 +130,8 @@ class Pieces(NamedTuple):
 
 
 class _Apart(Rows):
-    """The base class of `Documents` and `Padded`. It stores the pieces. Dropped documents and pieces without a label
-    are left out, and `report` counts the documents of which nothing remains."""
+    """The base class of `Documents` and `Padded`. It stores the pieces to learn from, that is, without dropped
+    documents and without pieces that have no label. `report` counts included, cut and dropped documents."""
 
     filler = True
 
@@ -144,8 +145,8 @@ class _Apart(Rows):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Returns the length of each unit in tokens, (units,), by which units are packed or sorted. Here a unit is a
-        piece; in `pairs.py` a unit is a pair, and in `rated.py` a rated answer."""
+        """Returns the length of each unit in tokens, (units,). Units are packed, or sorted, by this length. Here a unit
+        is a piece; in `pairs.py` it is a pair, and in `rated.py` a rated answer."""
         return self.pieces.lengths
 
     @property
@@ -157,7 +158,8 @@ class _Apart(Rows):
         }
 
     def _fill(self, piece: int, ids: np.ndarray, labels: np.ndarray) -> None:
-        """Writes a piece into a row. Args: ids, labels: the slices of the row for this piece, (tokens,) each."""
+        """Writes a piece into a row. Args: ids, labels: the row's slices for this piece, (tokens,) each. The caller has
+        filled `labels` with IGNORED."""
         start, length = int(self.pieces.starts[piece]), len(ids)
         ids[:] = self.split.ids[start : start + length]
         known = length - int(self.pieces.last[piece])  # a document's last token has no label
@@ -168,8 +170,8 @@ class _Apart(Rows):
 
 
 class Documents(_Apart):
-    """Rows that are filled with complete documents, and with pieces of documents that do not fit into one row. The
-    unused end of a row becomes a separate document without labels."""
+    """Rows that are filled with complete documents, and with pieces of documents that are longer than a row. The unused
+    end of a row becomes a separate document without labels."""
 
     positions = True
     stored_as = "rows"  # part of the name of the file that stores the packed order
@@ -182,8 +184,8 @@ class Documents(_Apart):
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
 
     def _packed_once(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the packed order, as `packed` does. If the tokens are on disk, the order is stored beside them and
-        later runs read it, since packing 5 million documents takes seconds."""
+        """Returns the packed order, as `packed` does. If the tokens are on disk, the order is stored beside them, and
+        later runs read the stored order, since packing 5 million documents takes seconds."""
         where = getattr(split.ids, "filename", None)
         if where is None:  # the tokens are only in memory
             return packed(self.lengths, self.seq_len)
@@ -226,7 +228,7 @@ class Documents(_Apart):
 
 
 class Padded(_Apart):
-    """Rows with one piece each: a complete document, or a piece of a document that does not fit into one row."""
+    """Rows with one piece each: a complete document, or a piece of a document that is longer than a row."""
 
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
@@ -241,9 +243,9 @@ class Padded(_Apart):
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
         """Sorts rows by length within pools of POOL rows, and shuffles the resulting global micro-batches. An
-        incomplete global micro-batch stays at the end. The pools depend only on the permutation. But `rows_per_step`
-        decides which rows are batched together, so a resumed run must keep the product of batch size and number of
-        devices."""
+        incomplete global micro-batch stays at the end. The pools depend only on the permutation, but `rows_per_step`
+        decides which rows are batched together. So a resumed run must keep the product of batch size and number of
+        devices (`grouping`)."""
         lengths = self.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
         # pools are sorted in alternating directions, so that a micro-batch across two pools does not mix long and short
@@ -251,8 +253,8 @@ class Padded(_Apart):
         ordered = np.concatenate(
             [pool[np.argsort(lengths[pool] * (-1) ** number, kind="stable")] for number, pool in enumerate(pools)]
         )
-        full = len(ordered) // rows_per_step * rows_per_step  # rows of full micro-batches
-        # a different order in each epoch
+        full = len(ordered) // rows_per_step * rows_per_step  # rows of full global micro-batches
+        # the seed is the start of the permutation, so the order differs between epochs
         turns = np.random.default_rng(permutation[:4]).permutation(full // rows_per_step)
         return np.concatenate([ordered[:full].reshape(-1, rows_per_step)[turns].ravel(), ordered[full:]])
 
@@ -276,8 +278,8 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
     """Returns rows of at most `seq_len` tokens. Args: name: name of the split, train or val.
 
     Raises:
-        Refused: the split has no row, no token to learn, or with too_long=refuse a document that is too long; or packed
-            rows cannot be written to cache_dir.
+        Refused: the split has no row or no token to learn; with too_long=refuse, a document is too long; or the packed
+            order cannot be written to cache_dir.
     """
     if packing == "joined":
         return Joined(split, seq_len, {"val": "validation"}.get(name, name))
@@ -287,10 +289,10 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
 
 
 def describe_split(report: Mapping, name: str, packing: str, unit: str = "document") -> str:
-    """Returns a sentence with the number of documents and rows of a split, and how many documents were cut or left out.
+    """Returns a sentence with the numbers of documents and rows of a split, and of documents that were cut or left out.
 
     Args:
-        unit: the singular of the name of the counted items.
+        unit: the name of a counted item, such as document or pair.
     """
     left_out = {
         "cut (longer than a row)": report["cut"],
@@ -304,8 +306,8 @@ def describe_split(report: Mapping, name: str, packing: str, unit: str = "docume
 
 
 def rows_class(data: Mapping) -> type[Rows]:
-    """Returns the class of a source's rows. For a mixture, returns a class whose rows have the same tensors as the
-    mixture's rows. Args: data: arguments of the source."""
+    """Returns a class of rows whose `example` has the type and the tensors of a source's micro-batches (see
+    `Openable.rows_class`). Args: data: arguments of the source."""
     if "parts" in data:
         return Documents if with_positions(data) else Rows
     return PACKINGS[data.get("packing", "joined")]
@@ -318,7 +320,8 @@ def with_positions(data: Mapping) -> bool:
 
 
 def _sources(data: Mapping) -> Iterator[Mapping]:
-    """Yields the arguments of the single source, or of each source of a mixture, if they contain `packing`."""
+    """Yields the arguments of a single source, or of each source of a mixture. Arguments without `packing` are left
+    out."""
     if "packing" in data:
         yield data
     for source in data.get("parts", {}).values():
@@ -326,8 +329,8 @@ def _sources(data: Mapping) -> Iterator[Mapping]:
 
 
 def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces, dict]:
-    """Returns the pieces to learn from, in the split's order, and counts with the keys documents, cut, too_long and
-    nothing_to_learn.
+    """Returns the pieces to learn from, in the split's order, and numbers of documents: included (key `documents`),
+    `cut`, dropped because of their length (`too_long`), and dropped because they have no label (`nothing_to_learn`).
 
     Raises:
         TooLong: with too_long=refuse, a document is too long.
@@ -369,7 +372,7 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
 
 
 def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
-    """Returns the number of labels in the loss for each piece, (pieces,)."""
+    """Returns the number of labels of each piece that count in the loss, (pieces,)."""
     known = cut.lengths - cut.last
     if split.learned_bits is None:
         return known
@@ -378,8 +381,8 @@ def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
 
 
 def _learned_before(split: Split, points: np.ndarray) -> np.ndarray:
-    """Returns the number of learned tokens before each of the ascending `points`. Unpacks the bits of AT_ONCE tokens at
-    a time."""
+    """Returns the number of learned tokens before each of `points`, which are ascending indices of tokens. Unpacks the
+    bits of AT_ONCE tokens at a time."""
     counts, total = np.empty(len(points), np.int64), 0
     for start in range(0, len(split.ids) + 1, AT_ONCE):
         stop = min(start + AT_ONCE, len(split.ids))
@@ -393,8 +396,8 @@ def _learned_before(split: Split, points: np.ndarray) -> np.ndarray:
 def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """Packs units (pieces or pairs) into rows by best fit decreasing.
 
-    Units of equal length are shuffled first, with a fixed seed; otherwise adjacent documents of the text would often
-    share a row.
+    Units of equal length are placed in random order, with a fixed seed. Otherwise documents that are adjacent in the
+    data would often share a row.
 
     Args:
         lengths: (units,): the length of each unit, at most `room`.
@@ -427,7 +430,7 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _digest(split: Split) -> str:
-    """Returns a digest of the documents' lengths, in tokens and in bytes of text, and of samples of tokens across the
+    """Returns a digest of where documents end, in tokens and in bytes of text, and of samples of tokens across the
     split. (Reading all tokens would take seconds, and memory for their pages.)"""
     digest = hashlib.sha256()
     for lengths in (split.ends, split.text_bytes):

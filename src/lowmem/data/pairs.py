@@ -1,9 +1,10 @@
 """Makes rows of preference pairs: a chosen and a rejected answer to one prompt.
 
 A pair is two consecutive documents in the token store: the prompt with the chosen answer, then the prompt with the
-rejected answer. Only tokens of the answers are labels. `PaddedPairs` gives each answer its own row, and the two rows of
-a pair are adjacent. `PackedPairs` fills rows with complete pairs. A pair is never split across micro-batches or
-devices, since its loss depends on both answers. `rated.py` makes rows of answers that were rated one by one.
+rejected answer. Only tokens of the answers are labels. `PaddedPairs` gives each answer, after its prompt, a separate
+row; the two rows of a pair are adjacent. `PackedPairs` fills rows with complete pairs. A pair is never split across
+micro-batches or devices, since its loss depends on both answers. `rated.py` makes rows of rated answers, whose loss
+does not compare the two answers of a pair.
 
 A batch contains the number of labels of each answer, so that pairs can be counted without reading their tokens. For
 losses with a reference model, a batch also contains the log-probabilities of the answers under this model
@@ -55,7 +56,8 @@ class AnswerBatch(MicroBatch):
     @property
     def answers(self) -> Tensor:
         """Returns for each token the index of its answer in the flattened `lengths`, (B, T). The filler after the last
-        answer of a row has no labels, and gets the next index of the row, or the row's last index if all are used."""
+        answer of a row has no labels, and gets the row's next index, or its last index if the answers of the row use
+        all indices."""
         rows, in_a_row = self.lengths.shape
         first = torch.arange(rows, device=self.labels.device)[:, None] * in_a_row
         if self.position_ids is None:
@@ -90,11 +92,13 @@ class PackedPairBatch(PairBatch):
 class AnswerRows:
     """The base class of rows of answers. It counts, cuts and drops units (pairs or rated answers) instead of single
     documents, so both documents of a pair are kept or dropped together. If a unit is cut (too_long=cut), each of its
-    documents is truncated to `_room` tokens, and the rest is not used."""
+    documents is truncated to at most `_room` tokens. Of the rest, only the first token is used, as the label of the
+    last input."""
 
     fits: str  # description, in messages, of the tokens that must fit into seq_len
     batch: type[AnswerBatch]
-    # (units, 2) fp64, as `CausalLM.predict_step` returns them; NaN: not computed yet; None: not used
+    # log-probabilities under the reference model, (units, 2) fp64 (see `CausalLM.predict_step`); NaN: not computed yet;
+    # None: the loss has no reference model
     reference: np.ndarray | None = None
 
     @classmethod
@@ -110,19 +114,19 @@ class AnswerRows:
         """Returns the indices of the documents of each unit, (units, ANSWERS).
 
         Args:
-            lengths: (documents,), the lengths of all documents; 0: the document of a missing answer, if a record has
-                only one rated answer.
+            lengths: (documents,), the number of tokens of each document; 0: the empty document in place of a missing
+                answer.
         """
         raise NotImplementedError
 
     def _chosen(self, name: str) -> tuple[Pieces, dict]:
-        """Returns the pieces of all units, ANSWERS consecutive pieces per unit, and counts of included, cut and dropped
-        units. Also sets `labels` (number of labels) and `numbers` (index of the document) for each answer of the
-        included units.
+        """Returns the pieces of the included units, ANSWERS consecutive pieces per unit, and counts of included, cut
+        and dropped units. Also sets two arrays of shape (included units, ANSWERS): `labels`, the number of labels of
+        each answer, and `numbers`, the index of each answer's document.
 
         Raises:
             TooLong: with too_long=refuse, a unit is too long.
-            Refused: no unit has a token to learn in every answer, or `_documents` refuses the records.
+            Refused: no unit has a label in each of its answers, or `_documents` raises Refused.
         """
         ends = np.asarray(self.split.ends, np.int64)
         lengths = np.diff(ends, prepend=0)
@@ -166,7 +170,7 @@ class AnswerRows:
 
 
 class _Pairs(AnswerRows):
-    """The base class of both kinds of pair rows."""
+    """The base class of `PaddedPairs` and `PackedPairs`."""
 
     batch: type[PairBatch]
 
@@ -185,7 +189,7 @@ class _Pairs(AnswerRows):
         return np.arange(len(lengths)).reshape(-1, 2)
 
     def _batch(self, tokens: MicroBatch, pairs: np.ndarray) -> PairBatch:
-        """Builds a batch of pairs from its tokens.
+        """Returns a batch of pairs: `tokens` with `lengths` and `reference`.
 
         Args:
             pairs: indices of the pairs in each row, (B, K / 2), or (B / 2, 1) if each pair has two rows; -1: no pair.
@@ -199,8 +203,8 @@ class _Pairs(AnswerRows):
 
 
 class PaddedAnswers(AnswerRows, Padded):
-    """The base class of rows with one answer each, padded to the longest row of the micro-batch. An index selects a
-    unit: the row of a rated answer, or both rows of a pair."""
+    """The base class of rows with one answer each. Rows are padded to the longest row of the global micro-batch. An
+    index selects a unit: the row of a rated answer, or both rows of a pair."""
 
     fits = "prompt and answer"
 
@@ -225,7 +229,7 @@ class PaddedAnswers(AnswerRows, Padded):
 
 
 class PaddedPairs(_Pairs, PaddedAnswers):
-    """Pairs with one row for each answer. An index selects a pair, that is, both of its rows."""
+    """Pairs with one row for each answer. An index selects a pair, that is, two rows."""
 
     batch = PairBatch
 

@@ -1,8 +1,8 @@
-"""Draws random tokens (`data=random`), to measure a run's memory and speed without a corpus, a tokenizer or network
-access.
+"""Makes rows of random tokens (`data=random`). With them, a run's memory and speed can be measured without a corpus, a
+pretrained tokenizer or network access.
 
 Row i of a split is drawn from the seed (seed, split, i) each time it is read, so no tokens are stored. A model cannot
-learn to predict random tokens: the validation loss stays at the logarithm of the vocabulary size or above.
+learn to predict random tokens, so the validation loss does not fall below the logarithm of the vocabulary size.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Random(Openable):
     name: str = "random"
 
     def key(self) -> list:
-        """Returns an empty list, since the tokenizer does not depend on the data."""
+        """Returns an empty cache key, since the tokenizer does not depend on the data."""
         return []
 
     def size(self, split: str) -> int:
@@ -53,7 +53,8 @@ class Random(Openable):
 
 @dataclass(frozen=True)
 class Drawn(Rows):
-    """Rows of random tokens. Args: seed: the first numbers of the seed of each row; the row number follows."""
+    """Rows of random tokens. Args: seed: (seed of the source, index of the split). The seed of a row is `seed` followed
+    by the row number."""
 
     seed: tuple[int, ...]
     count: int

@@ -2,9 +2,9 @@
 answer.
 
 A record is two documents in the token store (`pairs.py`): first the prompt with the desirable answer, then the prompt
-with the undesirable answer. A pair has both answers; for a single rated answer the document of the missing answer is
-empty. So each document with tokens is a unit: a desirable answer if the document's index is even, an undesirable answer
-if the index is odd.
+with the undesirable answer. A pair has both answers. If a record has a single rated answer, the document of the missing
+answer is empty. So each document with tokens is a rated answer: desirable if the document's index is even, undesirable
+if it is odd.
 
 KTO compares the reward of an answer with the rewards of mismatched answers. So a batch has two rows for each answer: a
 row with the answer after its own prompt, and a mismatched row, in which the same prompt is followed by the answer to
@@ -58,7 +58,7 @@ class RatedBatch(AnswerBatch):
 
     @property
     def mismatched(self) -> Self:
-        """Returns a batch of only the mismatched rows."""
+        """Returns a batch that consists of the mismatched rows."""
         return RatedBatch(
             self.mismatched_ids,
             self.mismatched_labels,
@@ -81,7 +81,7 @@ class Answer(NamedTuple):
 
 
 class RatedAnswers(PaddedAnswers):
-    """Rows of rated answers: for each answer one row, and a mismatched row that `micro_batch` makes on demand.
+    """Rows of rated answers. Each answer has a row, and a mismatched row that `micro_batch` makes on demand.
 
     Raises:
         Refused: see `AnswerRows._chosen`; or all prompts are equal, so there is no mismatched answer.
@@ -92,7 +92,7 @@ class RatedAnswers(PaddedAnswers):
     def __init__(self, split: Split, seq_len: int, too_long: str, name: str) -> None:
         super().__init__(split, seq_len, too_long, name)
         self.desirable = self.numbers % 2 == 0  # (answers, 1)
-        self._others = np.full(len(self), -1)  # (answers,): the next answer with a different prompt; -1: unknown
+        self._others = np.full(len(self), -1)  # (answers,): index of the next answer with another prompt; -1: unknown
         if self._next_prompt(0) is None:
             place = "Type a larger data.val_fraction=, or data.val_path=<a file with several prompts>"
             more = place if name == "val" else "Add records with other prompts"

@@ -2,13 +2,14 @@
 that the interrupted run would have read next.
 
 Records are read in the order of the stream, in blocks of `data.block` records. The documents of a block are packed into
-rows, and the rows are permuted by (seed, epoch, block). While the training thread uses a block, a second thread reads,
-tokenizes and packs the next block (`Stream.blocks`).
+rows, and the rows of the block are permuted by (seed, epoch, number of the block). A second thread runs
+`Stream.blocks`: it reads, tokenizes and packs the next block while the training thread uses a block.
 
-A position contains the stream's state before a block, and the number of rows of the block that were used. A resumed run
-loads this state and reads the block again. With packing=joined, the tokens at the end of a block that do not fill a row
-begin the next block. The state contains these tokens (at most `seq_len`), and otherwise only a few numbers. The shuffle
-buffer of `datasets` is not used, because a resume would lose the buffer: its documents would be read twice or never.
+A position contains the stream's state before a block, and the number of rows of this block that were used. A resumed
+run loads the state and reads the block again. With packing=joined, the tokens at the end of a block that do not fill a
+row begin the next block. The state contains these tokens (at most `seq_len`) and a few numbers. The shuffle buffer of
+`datasets` is not used, because its state does not contain the buffer: a resumed run would skip the records that were in
+the buffer.
 """
 
 import logging
@@ -36,7 +37,7 @@ class Stream(Openable):
     """A streamed source, which `sources/hub.py` creates with data.streaming=true.
 
     Args:
-        records: the source of records.
+        records: provides the reader and the encoder of the data set.
         block: number of records in a block, whose rows are permuted together.
         val_rows: number of records for validation: the first records of the validation split. Without a validation
             split, the first records of the training split, which training then skips.
@@ -74,8 +75,8 @@ class Stream(Openable):
         )
 
     def documents(self, rows: list[dict], before: int, name: SplitName) -> list[Encoded]:
-        """Tokenizes rows of the data set, and returns their documents. Args: before: number of rows of the stream
-        before these rows, for the row numbers in messages."""
+        """Tokenizes rows of the data set, and returns their documents. Args: rows: consecutive rows of a split; before:
+        number of the split's rows before `rows`, for the row numbers in messages."""
         split = self.table.splits[name] or self.table.splits["train"]
         records = (self.table.record(row, split, number) for number, row in enumerate(rows, before + 1))
         return list(self.records.documents(records, name, self.tokenizer))
@@ -86,8 +87,9 @@ class Stream(Openable):
         return Documents(split, self.seq_len, self.records.too_long, name)
 
     def blocks(self, state: dict | None) -> Iterator["RowBlock"]:
-        """Yields the blocks of an epoch, except blocks from which `rows_if_any` makes no rows. Args: state: the state
-        of the stream from which to continue; None: begin an epoch, after any validation rows."""
+        """Yields the blocks of an epoch, without blocks that give no rows (`rows_if_any`). Args: state: the state of
+        the stream from which to continue; None: begin an epoch. If the first rows of the training split are validation
+        rows, the epoch begins after them."""
         stream = self.table.rows(self.table.splits["train"], state and state["stream"])
         held_out = self.val_rows if self.table.val_from_train else 0
         rows_to_read = islice(stream, 0 if state else held_out, None)
@@ -116,8 +118,8 @@ class Stream(Openable):
             return list(islice(rows, self.block))
 
     def rows_if_any(self, split: Split) -> tuple[Rows | None, dict]:
-        """Returns the rows of a block and counts of its documents. The rows are None if the block has no token to
-        learn, or with packing=joined if it does not fill a row."""
+        """Returns the rows of a block and counts of its documents. Returns None in place of the rows if the block has
+        no token to learn or, with packing=joined, does not fill a row."""
         if len(split.ids) <= (self.seq_len if self.packing == "joined" else 0):
             return None, {}
         try:
@@ -147,8 +149,8 @@ def _split(documents: list[Encoded]) -> Split:
 
 
 def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]:
-    """Returns the tokens at the end of a block that do not fill a row, as plain numbers for a checkpoint. These tokens
-    begin the next block."""
+    """Returns the tokens at the end of a block that do not fill a row: a list with (ids, learned, 0) for each document
+    or part of a document. These are plain numbers, for a checkpoint. The tokens begin the next block."""
     start = max(0, len(split.ids) - 1) // seq_len * seq_len
     edges = [start, *split.ends[split.ends > start].tolist()]
     return [(split.ids[a:b].tolist(), split.learned(a, b).tolist(), 0) for a, b in pairwise(edges)]
@@ -156,7 +158,7 @@ def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]
 
 class RowBlock(NamedTuple):
     """The rows of a block. Args: state: the state of the stream before this block; None for the first block of an
-    epoch."""
+    epoch; number: index of the block in its epoch."""
 
     state: dict | None
     number: int
@@ -164,7 +166,8 @@ class RowBlock(NamedTuple):
 
 
 class Blocks(Rows):
-    """The rows of a stream. Their number is unknown, and they can be read only in order, block by block."""
+    """The rows of a stream. Their number is unknown, and they can be read only block by block, in the order of the
+    stream."""
 
     numbered = False
 
@@ -192,7 +195,8 @@ class StreamLoader(WindowLoader):
         )
 
     def described(self, start: Position, end: Position) -> str:
-        """Returns a description of the window from `start` to `end`, since the rows of a stream have no numbers."""
+        """Returns a description of the window from `start` to `end`. It does not list rows, because rows of a stream
+        have no numbers."""
         return f"window {start.window + 1} of the stream (epoch {start.epoch})"
 
     def __iter__(self) -> Iterator[Window]:
@@ -226,7 +230,7 @@ class StreamLoader(WindowLoader):
             yield self._window(type(read[0]).concatenated(read), rows_per_step, end)
 
     def _window(self, batch: MicroBatch, rows_per_step: int, end: Position) -> Window:
-        """Cuts the rows of a window into micro-batches, and keeps this device's share of each."""
+        """Cuts the rows of a window into global micro-batches, and keeps this device's share of each."""
         rows = rows_per_step * batch.ROWS
         cut = (batch.each(lambda tensor, at=at: tensor[at : at + rows]) for at in range(0, len(batch.input_ids), rows))
         micro_batches = [self.share.rows_of(micro_batch) for micro_batch in cut]

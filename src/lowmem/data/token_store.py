@@ -1,9 +1,9 @@
 """Tokenizes a source once, stores the token ids on disk, and memory-maps them afterwards.
 
 The cache key is a digest of the source's content (the bytes of every file, or the commit of a data set of the hub), of
-the settings that change the tokens, and of the tokenizer. The cache takes 2 or 4 bytes of disk per token and 16 bytes
-per document, and one more bit per token if some tokens are not in the loss. Host memory holds only the pages that are
-read. While the cache is written, only a few MB of text are in memory at a time.
+the settings that change the tokens, and of the tokenizer. The tokens take 2 or 4 bytes of disk per token and 16 bytes
+per document, and one more bit per token if some tokens are not in the loss. Host memory contains only the pages that
+were read. While the cache is written, only a few MB of text are in memory at a time.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ LOOKED_AT = 10_000  # maximum distinct validation documents that are searched fo
 
 @dataclass(frozen=True)
 class Split:
-    """The tokens of a split: its concatenated documents, each with the tokens that begin and end it (`framing.py`). The
-    arrays are memory-mapped; for a stream they are in memory.
+    """The tokens of a split: its concatenated documents, including the tokens that begin and end each document. The
+    arrays are memory-mapped; the arrays of a stream are in memory.
 
     Args:
         ids: (tokens,) uint16 or uint32.
@@ -104,12 +104,13 @@ def tokenize(
 
     Args:
         vocab_size: vocabulary size of the byte-level BPE that is trained on the training text if `tokenizer` is None.
-        tokenizer: the pretrained model's tokenizer; None: train a BPE.
+        tokenizer: encodes the documents; None: train a BPE.
         special_tokens: special tokens of the trained BPE, besides the end-of-text token.
 
     Raises:
-        Refused: the source or a record cannot be used, a split has no text, more than half of the compared validation
-            documents are also training documents, a file changed while it was read, or the cache cannot be written.
+        Refused: a file or data set cannot be read, a record is bad and data.skip_bad is false, a split has no text,
+            more than half of the compared validation documents are also training documents, a file changed while it
+            was read, or the cache cannot be written.
     """
     if tokenizer:
         dress(tokenizer, source)
@@ -126,13 +127,14 @@ def tokenize(
 
 
 def template_digest(source: Source, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns a digest of the chat template that renders a source's conversations, or None for other data."""
+    """Returns a digest of the chat template that renders a source's conversations, or None if it has no
+    conversations."""
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if source.chat else None
 
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
-    """Returns the validation split of a source without tokenizing its training split. Used for each further set if
-    `data.val_path` names several sets."""
+    """Returns the validation split of a source without tokenizing its training split. If `data.val_path` names several
+    sets, all sets except the first are read with this function."""
     made = _open_or_fill(
         lambda: cache_dir / f"{_key(source, 0, tokenizer)}-val",
         lambda draft: _write(draft, source, 0, tokenizer, (), ("val",)),
@@ -147,6 +149,9 @@ def _open_or_fill(place: Callable[[], Path], write: Callable[[Path], dict]) -> F
         place: returns the folder, whose name contains the cache key. The name changes if the content of the source
             changes.
         write: writes the files into an empty folder, and returns the metadata.
+
+    Raises:
+        Refused: a file changed while it was read, or the folder cannot be written.
     """
     folder = place()
 
@@ -189,9 +194,9 @@ def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | N
 
 def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
     """Returns the values that identify a tokenizer in a cache key. For a fast tokenizer they include the complete
-    tokenizer.json, because two tokenizers with the same vocabulary may split words differently. Args: older: the source
-    has data.bos=older, so its documents do not contain the tokens that the tokenizer's own call adds, and the result
-    does not depend on these tokens."""
+    tokenizer.json, because two tokenizers with the same vocabulary may split words differently. Args: older: True: the
+    source has data.bos=older. Its documents do not contain the tokens that the tokenizer's own call adds, so these
+    tokens are left out of the result."""
     around = [] if older else framing_of(tokenizer)[:2]
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None), *around]
@@ -215,7 +220,7 @@ def _write(
     dtype = "uint16" if rows_of(tokenizer) <= 2**16 else "uint32"
     twice = Twice()
     seen = {"val": twice.held_out, "train": twice.trained_on}
-    for split in splits:  # validation first: its documents are then searched for in the training text
+    for split in splits:  # validation first, because `Twice` searches the training documents for validation documents
         _write_split(draft, split, source, tokenizer, dtype, seen[split])
     twice.check()
     return {"dtype": dtype, "notes": source.notes()}
@@ -227,8 +232,8 @@ def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
-    """Yields the texts on which a BPE is trained: every n-th text, so that at most about LEARNED_FROM characters
-    remain. Args: size: bytes of all texts; None: unknown, so the first LEARNED_FROM characters are used."""
+    """Yields the texts on which a BPE is trained: every n-th text, about LEARNED_FROM characters at most. Args: size:
+    bytes of all texts, from which n is computed; None: unknown, n = 1."""
     every, taken = max(1, -(-(size or 0) // LEARNED_FROM)), 0
     for number, text in enumerate(texts):
         if number % every == 0 and taken < LEARNED_FROM:
@@ -240,7 +245,7 @@ def train_tokenizer(
     source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]
 ) -> PreTrainedTokenizerFast:
     """Returns a BPE tokenizer that is trained on a source, from the cache if it was trained before. `Mix` and `Random`
-    use this function, because the tokenizer of other sources is stored with their tokens."""
+    use this function. (`tokenize` trains and stores the tokenizer of a `StoredSource` together with its tokens.)"""
     chat = source.chat
     special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
 
@@ -286,7 +291,7 @@ def _write_split(
     the learned bits.
 
     Args:
-        document: called with a digest of each document's ids.
+        document: called for each document, with the digest of its ids.
 
     Raises:
         Refused: the split has no text.
@@ -358,7 +363,8 @@ class _Bits:
 
 class Twice:
     """Finds validation documents that are also training documents, and so cannot measure generalization. Documents are
-    compared by the digests of their ids."""
+    compared by the digests of their ids; at most LOOKED_AT validation documents are compared. `check` raises Refused if
+    more than half of them are training documents."""
 
     def __init__(self) -> None:
         self.looked_for: set[bytes] = set()
@@ -382,8 +388,8 @@ class Twice:
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
-    """Returns the number of bytes of the tokens' text. With a byte-level tokenizer, the tokens may begin and end inside
-    a character, and every byte counts. With other tokenizers, an incomplete character at the end does not count."""
+    """Returns the number of bytes of the tokens' text. With a byte-level tokenizer, the text may begin and end inside a
+    character, and every byte counts. With other tokenizers, an incomplete character at the end does not count."""
     if not byte_level(tokenizer):
         text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
         return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())

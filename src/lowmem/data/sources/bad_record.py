@@ -1,5 +1,5 @@
-"""Defines `BadRecord`, the error for a record that cannot be used, and helpers that check values and write the messages
-of this error."""
+"""Defines `BadRecord`, the error for a record that cannot be used, and helpers that check values and write messages for
+this error."""
 
 from collections.abc import Mapping
 
@@ -47,8 +47,8 @@ def names_of(fields: Mapping) -> str:
 
 
 def control(name: str, token: str) -> BadRecord:
-    """Returns the error for text with a control token, which could end a document or a message in the middle of its
-    text.
+    """Returns the error for a text that contains a control token. Such a token could end a document or a message in the
+    middle of its text.
 
     Args:
         name: name of the text in messages.
@@ -60,7 +60,7 @@ def control(name: str, token: str) -> BadRecord:
 
 
 def kind(value: object) -> str:
-    """Returns a description of a value of the wrong type for messages, such as "a list" or "the number 3"."""
+    """Returns a description of a value that has the wrong type, such as "a list" or "the number 3", for messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -2,10 +2,10 @@
 ends.
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`. A chat template renders a conversation to one
-text, or to several texts if it renders an answer differently once later messages follow. Only the assistant's tokens,
-including the token that ends each answer, count in the loss (chat_template.py, chat_tokens.py). Mistakes that templates
-do not report are found before rendering, such as a message without a role, a conversation without an answer to learn,
-or a control token in a text. A record with such a mistake cannot be used.
+text, or to several texts if it renders an answer differently once later messages follow. Only tokens of the learned
+answers, including the token that ends each answer, count in the loss (`chat_template.py`, `chat_tokens.py`). Templates
+do not report some mistakes, such as a message without a role, a conversation without an answer to learn, or a control
+token in a text. A record with such a mistake becomes a `BadRecord` before it is rendered.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ class Chat(Encoder):
 
     Args:
         messages: the field with the messages.
-        assistant: the answers that are learned: all, or last.
+        assistant: which answers are learned, all or last.
         template: chatml, or a file with a template; None: the tokenizer's own template.
     """
 
@@ -69,9 +69,9 @@ class Chat(Encoder):
         return checked("\n".join(message["content"] for message in messages_of(fields, self.messages)), "a message")
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Sets the tokenizer's template, which is saved with the tokenizer: the typed template, or ChatML for a
-        tokenizer that has ChatML's two tokens but no template, such as a tokenizer that was trained on conversations.
-        With ChatML, also sets the end-of-text token to <|im_end|>."""
+        """Sets the tokenizer's template, which is saved with the tokenizer, to the typed template. Without a typed
+        template, a tokenizer that has ChatML's two tokens but no template gets ChatML, for example a tokenizer that was
+        trained on conversations. With ChatML, <|im_end|> becomes the end-of-text token."""
         self.tokenizer = tokenizer
         source = self.source
         if not (source or tokenizer.chat_template) and {*CHATML_TOKENS} <= tokenizer.get_vocab().keys():
@@ -127,7 +127,7 @@ class Chat(Encoder):
         return rows
 
     def _count(self, template: ChatTemplate, messages: Messages) -> None:
-        """Counts empty answers and fields that the template does not render, for the log."""
+        """Counts, for the log, empty answers and unknown fields whose names do not occur in the template."""
         for message in messages:
             if message["role"] == "assistant" and is_blank(message):
                 self.counts[BLANK] += 1
@@ -169,7 +169,7 @@ def messages_of(fields: dict, name: str) -> Messages:
 
 
 def _message(number: int, value: object) -> dict[str, Any]:
-    """Returns a copy of a message without null fields, with its content as text; "" for an answer without content."""
+    """Returns a copy of a message without null fields. The content is text; it is "" for an answer without content."""
     where = f"message {number}"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} must be an object with role and content, but is {kind(value)}")
@@ -188,7 +188,7 @@ def _message(number: int, value: object) -> dict[str, Any]:
 
 
 def _check_calls(where: str, message: dict) -> None:
-    """Refuses tool calls that are not a list of named functions."""
+    """Raises BadRecord if the tool calls are not a list, or if a call has no name of a function."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadRecord(f"the tool_calls of {where} must be a list of calls, but are {kind(calls)}")
@@ -203,7 +203,7 @@ def _check_calls(where: str, message: dict) -> None:
 
 
 def _answers(messages: Messages, last: bool) -> list[int]:
-    """Returns the indices of the answers that are learned.
+    """Returns the indices of the answers that are learned. Blank answers are left out.
 
     Raises:
         BadRecord: all answers that would be learned are blank.
@@ -243,7 +243,7 @@ def _check_order(messages: Messages) -> None:
 
 
 def _check_weights(messages: Messages) -> None:
-    """Refuses answers with a `weight` other than 1, which is not supported."""
+    """Raises BadRecord for an answer with a `weight` other than 1, because weights are not supported."""
     for number, message in enumerate(messages, 1):
         if message["role"] == "assistant" and message.get("weight", 1) != 1:
             raise BadRecord(

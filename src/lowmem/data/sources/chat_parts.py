@@ -1,9 +1,9 @@
-"""Lists the parts of a conversation, and replaces them by other values, so that `chat_template.py` finds the parts that
-a template drops.
+"""Lists the parts of a conversation, and replaces them by other values. In this way `chat_template.py` finds the parts
+that a template drops.
 
 A template may skip a message, or one of two calls, and the text still looks right. So the conversation is rendered
-again with another value for a part. If the rendered text changes, the template renders this part; otherwise the
-template drops it.
+again with another value for each part. The template renders a part if the new text contains the new value, or if the
+text changes when only this part is replaced. Otherwise the template drops the part.
 """
 
 import json
@@ -151,7 +151,8 @@ def is_blank(message: dict) -> bool:
 
 
 def with_arguments(messages: Messages, as_text: bool) -> Messages:
-    """Returns the messages with the arguments of every call as objects, or as JSON text."""
+    """Returns the messages with the arguments of every call as objects, or as JSON text. Arguments that are not a JSON
+    object are unchanged."""
     return [_spelled(message, as_text) if any(name in message for name in CALLS) else message for message in messages]
 
 

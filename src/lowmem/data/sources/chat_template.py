@@ -2,11 +2,13 @@
 and `chat_tokens.py` then tokenizes the text.
 
 If the template marks the assistant's text with `{% generation %}`, the marked text is learned. Otherwise an answer
-begins after its generation prompt (the earlier messages rendered with the header of an answer), and ends with the
-control token after its content. If the template renders an answer differently once later messages follow, the answer
-gets a separate row. To verify that the template renders every part of the conversation, each row is rendered again with
-other values in the messages (chat_parts.py). Templates may come from untrusted sources, so transformers runs them in
-jinja's sandbox.
+begins after its generation prompt, which is the rendering of the earlier messages followed by the header of an answer.
+The answer ends where the rendering of the messages up to this answer ends. If a longer rendering does not repeat the
+end of this one, for example an end-of-text token, the answer ends after the control tokens that follow its content.
+`chat_tokens.py` then leaves out whitespace after the token that ends the answer. If the template renders an answer or
+its context differently once later messages follow, the answer gets a separate row. To find parts of the conversation
+that the template drops, each row is rendered again with other values in the messages and tools (`chat_parts.py`).
+Templates may come from untrusted sources; transformers renders them in jinja's sandbox.
 """
 
 import json
@@ -46,9 +48,10 @@ class Rendered(NamedTuple):
     """A row: the rendered text of a conversation, and the spans of its characters that are learned.
 
     Args:
-        answers: number of answers in the spans.
+        answers: number of learned answers.
         written: positions at which an answer begins with text of the template, such as an empty thought, and not with
-            text of its message.
+            text of its message. Not determined, and empty, if the spans are those that the template marks in the full
+            conversation.
     """
 
     text: str
@@ -59,14 +62,14 @@ class Rendered(NamedTuple):
 
 @dataclass
 class RenderedPrefix:
-    """A rendered text with the spans of the answers that are learned from it. It becomes a row if it has at least one
-    such answer.
+    """A rendered text and the spans of the answers that are learned in it. The text becomes a row if it has at least
+    one such answer.
 
     Args:
-        text: the rendering of the first `count` messages.
-        tags: the spans that the template marks with `{% generation %}`.
-        asked: the text is the generation prompt of its last answer, followed by this answer, because the template
-            renders the context of an existing answer differently.
+        text: the rendering of the first `count` messages, unless `asked` is True.
+        tags: the spans of `text` that the template marks with `{% generation %}`.
+        asked: True: the text is the generation prompt of the last answer, followed by this answer. This is the case if
+            the template renders the context of the existing answer differently from the generation prompt.
         spans: index of a learned answer -> its span.
     """
 
@@ -78,16 +81,16 @@ class RenderedPrefix:
 
 
 class ChatTemplate:
-    """A template together with the tokenizer that encodes its text.
+    """A chat template, and the control tokens of the tokenizer that will encode the rendered text.
 
     Args:
-        tokenizer: encodes the text.
-        source: the template; None: the tokenizer's own template.
-        named: the name of `source` in messages.
+        tokenizer: provides the special tokens, and the template if `source` is None.
+        source: the text of the template; None: the tokenizer's own template.
+        named: the name of `source` in messages; empty: "the chat template of" the tokenizer.
 
     Raises:
-        Refused: the tokenizer has no template, or does not map tokens to characters; or the template inserts today's
-            date in an unknown way.
+        Refused: `source` is None and the tokenizer has no template; or the tokenizer is not fast, so it does not map
+            tokens to characters; or the template calls `strftime_now` with anything but a constant text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, named: str = "") -> None:
@@ -118,17 +121,17 @@ class ChatTemplate:
 
     @property
     def further_rows(self) -> str:
-        """Returns the log message about tokens in additional rows: all rows of a conversation except the longest
-        row."""
+        """Returns the log message about the tokens of additional rows, that is, of all rows of a conversation except
+        its longest."""
         return (
             f"tokens in additional rows of conversations, because {self.name} renders an answer or its context "
             "differently once later messages follow"
         )
 
     def in_text(self, text: str, by_assistant: bool) -> str | None:
-        """Returns the first control token in a text, or None. Control tokens are the special tokens, and added tokens
-        that occur in the template. An assistant's text may contain control tokens that are not special, such as
-        <think>."""
+        """Returns the first control token in a text, or None. Control tokens are the special tokens, and those added
+        tokens that occur in the template and are not whitespace. In a text of the assistant (`by_assistant`), only
+        special tokens are searched for, because answers may contain other control tokens, such as <think>."""
         match = (self.special if by_assistant else self.control).search(text)
         return match and match[0]
 
@@ -136,15 +139,17 @@ class ChatTemplate:
         self, messages: Messages, tools: list | None = None, answers: Sequence[int] | None = None
     ) -> list[Rendered]:
         """Renders a conversation to one row, or to several rows if the template renders an answer or its context
-        differently once later messages follow. For each answer of a row, the row has the text that the model would see
-        and generate at inference.
+        differently once later messages follow. In its row, an answer follows the text of its generation prompt, as at
+        inference; only the header may differ. This is not checked if the template marks all answers of the conversation
+        completely and all of them are learned.
 
         Args:
-            answers: the indices of the answers that are learned; None: all.
+            answers: the indices of the messages that are learned answers; None: all answers.
 
         Raises:
-            BadRecord: the template refuses the conversation, drops a part of it, ignores a role, or gives no text that
-                matches inference.
+            BadRecord: the template raises an error for the conversation, drops a part of it, ignores a role, renders
+                tool-call arguments as a quoted string, or renders the context of an answer differently from the
+                generation prompt.
             Refused: the template is not valid Jinja.
         """
         everyone = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -173,8 +178,8 @@ class ChatTemplate:
         """Returns the rows of a conversation, the row with the most messages first.
 
         Args:
-            full: the rendering of the full conversation, which is one of the rows if it contains the last learned
-                answer as the model generates it.
+            full: the rendering of the full conversation. It is one of the rows if it contains the last learned answer
+                as the model would generate this answer.
         """
         rows = [full]
         for i in reversed(answers):
@@ -206,7 +211,7 @@ class ChatTemplate:
 
     def _own_row(self, messages: Messages, tools: list | None, i: int, full: RenderedPrefix) -> RenderedPrefix:
         """Returns a row that ends with answer `i`, with the span of this answer. Its text is the rendering of the
-        messages up to this answer, unless `_asked_otherwise` changes it."""
+        messages up to and including this answer, unless `_asked_otherwise` changes the text."""
         if i + 1 == full.count:
             text, tags = full.text, full.tags
         else:
@@ -223,8 +228,12 @@ class ChatTemplate:
     ) -> RenderedPrefix:
         """Returns the row of answer `i`, for a rendering that does not begin with the answer's generation prompt. If
         only the header differs, for example because the generation prompt opens a thought, the answer begins where the
-        two texts differ. If the template renders the context differently, the answer is appended to the generation
-        prompt, as at inference."""
+        rendering and the prompt first differ. If the context differs, too, the row is the generation prompt followed by
+        the answer, as at inference.
+
+        Raises:
+            BadRecord: the context differs, and the header of the prompt does not occur before the answer.
+        """
         text, other = row.text, self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         others = Replaced(messages[:i], tools)
         header = len(prompt) - _alike_at_end(prompt, self.rendering(others.messages, others.tools, True)[0])
@@ -251,8 +260,8 @@ class ChatTemplate:
         return row
 
     def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
-        """Returns the position at which answer `i`, the last answer of a text, ends: after the first run of control
-        tokens that follows the answer's parts, or else at the end of the text."""
+        """Returns the position at which answer `i`, the last answer of a text, ends. This is the end of the first run
+        of control tokens after the values of the answer, or the end of the text if no control token follows."""
         other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)
@@ -291,11 +300,13 @@ class ChatTemplate:
         return objects, text, spans
 
     def _others(self, messages: Messages, tools: list | None, text: str) -> tuple[Messages, str]:
-        """Returns a copy of the conversation with replaced values, and its rendering. If this rendering contains the
-        arguments of a call, the template has rendered them; in the original, a message may quote the same text.
+        """Returns a copy of the conversation with replaced values, and the rendering of the copy. If this rendering
+        contains the replaced arguments of a call, the template has rendered the call. In the original, a message could
+        quote the same arguments.
 
         Args:
-            text: the rendering of the original, returned if the template refuses the replaced values.
+            text: the rendering of the original. Both are returned if the template raises an error for the replaced
+                values.
         """
         other = Replaced(messages, tools)
         try:
@@ -306,9 +317,9 @@ class ChatTemplate:
     def _missing(
         self, messages: Messages, tools: list | None, row: RenderedPrefix, answers: Collection[int]
     ) -> MessagePart | None:
-        """Returns the first part of the conversation that is missing from a row. A part is present if a rendering in
-        which all parts are replaced contains its replacement, or if replacing this part alone changes the text. The
-        reasoning of answers that are not in `answers` may be missing.
+        """Returns the first part of the conversation that is missing from a row, or None. A part is present if a
+        rendering in which all parts are replaced contains its replacement, or if replacing this part alone changes the
+        text. The reasoning of answers that are not in `answers` may be missing.
 
         Raises:
             BadRecord: a part of a learned answer is in the text, but outside of the marked spans.
@@ -337,30 +348,31 @@ class ChatTemplate:
         return None
 
     def _shown(self, other: Replaced, row: RenderedPrefix) -> tuple[str, list[Span]]:
-        """Renders another conversation in the same way as a row. For a row with `asked`, the text of the generation
-        prompt is appended."""
+        """Renders a conversation with replaced values, to compare it with the conversation of a row. For a row with
+        `asked`, the generation prompt of the last answer is appended to the rendering, so that both are compared."""
         text, tags = self.rendering(other.messages, other.tools)
         if row.asked:
             text += self.rendering(other.messages[:-1], other.tools, True)[0]
         return text, tags
 
     def _is_same(self, other: Replaced, messages: Messages, tools: list | None, row: RenderedPrefix) -> bool:
-        """Returns whether another conversation renders to the text of the row."""
+        """Returns whether a conversation with replaced values renders (`_shown`) to the same text and spans as the
+        original. False if the template raises an error."""
         try:
             return self._shown(other, row) == self._shown(Replaced(messages, tools, only=-1), row)
         except BadRecord:
             return False
 
     def _check_roles(self, messages: Messages, tools: list | None, text: str) -> None:
-        """Refuses a role that does not change the rendered text. A role that has changed a text once is not checked
-        again."""
+        """Raises BadRecord if the rendered text does not depend on the role of a message. Messages with blank content
+        are not checked, nor are roles that have changed an earlier text."""
         for i, message in enumerate(messages):
             role = message["role"]
             if role in self.roles or not message["content"].strip():
                 continue
             swapped = message | {"role": "assistant" if role == "user" else "user"}
             others = [*messages[:i], swapped, *messages[i + 1 :]]
-            try:  # with tools, the template may treat the first message specially, depending on its role
+            try:  # also without tools: with tools, a template may render the first message alike for every role
                 is_same = self.rendering(others, tools)[0] == text
                 is_same = is_same and self.rendering(others)[0] == self.rendering(messages)[0]
             except BadRecord:  # the template refuses the other role, so the role matters
@@ -373,7 +385,7 @@ class ChatTemplate:
         """Returns the rendered text and the spans that the template marks.
 
         Args:
-            asks: append the generation prompt; then no spans are returned.
+            asks: append the generation prompt, and return no spans.
 
         Raises:
             BadRecord: the template raises an error for this conversation.
@@ -405,13 +417,14 @@ def _alike_at_end(text: str, other: str) -> int:
 
 
 def _statements(message: dict) -> list[str]:
-    """Returns the texts of a message: content and reasoning."""
+    """Returns the content and the reasoning texts of a message, without blank texts."""
     return [text for name in ("content", *REASONING) if isinstance(text := message.get(name), str) and text.strip()]
 
 
 def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[Span]) -> str | None:
-    """Returns a description of the first line of an answer that is missing from the learned text, or None. Single lines
-    are compared if the full content is not found, because templates may move thoughts out of the content.
+    """Returns a description of the first text of an answer that is missing from the learned text, or None. If the
+    learned text does not contain the complete content, the content is compared line by line, because templates may move
+    thoughts out of it.
 
     Args:
         text: the rendered text of a row.
@@ -428,14 +441,14 @@ def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[S
 
 
 def _is_python(arguments: object, text: str) -> bool:
-    """Returns whether the arguments of a call are an object, and a text contains this object as Python prints it, with
-    other quotation marks than JSON."""
+    """Returns whether a text contains the arguments of a call as Python prints a dict, with other quotation marks than
+    JSON. False if the arguments are not an object, or are empty."""
     return isinstance(arguments, dict) and bool(arguments) and str(arguments) in text
 
 
 def _check_spelling(name: str, text: str, messages: Messages) -> None:
-    """Refuses tool-call arguments that a template renders as a quoted string. Args: name: name of the template; text:
-    the rendered messages."""
+    """Raises BadRecord if a template renders tool-call arguments as a quoted string. Args: name: name of the template;
+    text: the rendered messages."""
     for number, message in enumerate(messages, 1):
         for function in functions(message):
             arguments = function.get("arguments")
@@ -459,5 +472,5 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern:
-    """Returns a pattern that matches any of these tokens, longer tokens first."""
+    """Returns a pattern that matches any of these tokens. It tries longer tokens first."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))

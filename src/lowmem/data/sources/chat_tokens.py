@@ -2,9 +2,9 @@
 control token.
 
 A tokenizer may merge the end of a header and the beginning of an answer into one token. Such a token belongs only in
-part to the answer. If the answer begins with text of the template, such as an empty thought, the header is encoded
-separately, as at inference. If the answer begins with text of its message, or encoding the header separately would
-change the decoded text, the record cannot be used.
+part to the answer. If `Rendered.written` has the position, the answer begins with text of the template, such as an
+empty thought, and the header is encoded separately, as at inference. In all other cases, and if the separate encoding
+would change the decoded text, the record is a `BadRecord`.
 """
 
 from functools import cached_property
@@ -21,7 +21,7 @@ from lowmem.system.errors import Refused
 
 
 class ChatTokens:
-    """Tokenizes rows that a template has rendered. Args: tokenizer: the tokenizer for which the template was opened."""
+    """Tokenizes rows that a template has rendered. Args: tokenizer: the tokenizer with which `template` was created."""
 
     def __init__(self, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
         self.template, self.backend = template, _exact(tokenizer.backend_tokenizer)
@@ -35,7 +35,7 @@ class ChatTokens:
 
         Raises:
             BadRecord: no token is learned, or one token contains the end of a header and the beginning of an answer.
-            Refused: with this template the model would never learn to stop.
+            Refused: an answer does not end with a token of `stops`, so the model would never learn to stop.
         """
         ids = np.array(encoding.ids, np.uint32)
         learned = np.zeros(len(ids), bool)
@@ -51,7 +51,7 @@ class ChatTokens:
 
     def _divided(self, row: Rendered, encoding: Encoding) -> Encoding:
         """Returns the encoding of a row. If a token merges the end of a header with template text after it, such as an
-        empty thought, the header is encoded separately, as at inference."""
+        empty thought, the header is encoded separately, as at inference, unless this would change the decoded text."""
         cuts = [start for start in row.written if _joins(encoding, start, len(row.text))]
         if not cuts:
             return encoding
@@ -62,12 +62,11 @@ class ChatTokens:
         return divided if is_right else encoding
 
     def _learned(self, rendered: Rendered, encoding: Encoding, ids: list[int]) -> list[Span]:
-        """Returns the spans of learned tokens: the tokens inside the learned text, and the control token that ends each
-        answer.
+        """Returns the spans of learned tokens, which include the control tokens that end the answers.
 
         Raises:
             BadRecord: one token contains the end of a header and the beginning of an answer.
-            Refused: with this template the model would never learn to stop.
+            Refused: an answer does not end with a token of `stops`, so the model would never learn to stop.
         """
         spans = [self._tokens(rendered, encoding, ids, *span) for span in rendered.spans]
         if sum(start < stop and ids[stop - 1] in self.stops for start, stop in spans) < rendered.answers:
@@ -97,7 +96,12 @@ class ChatTokens:
         return self.template.specials | (self.template.controls & {*ids[-1:]})
 
     def _tokens(self, rendered: Rendered, encoding: Encoding, ids: list[int], start: int, end: int) -> Span:
-        """Returns the span of tokens for a span of characters, including the control token that ends the answer."""
+        """Returns the span of tokens for a span of characters, including the control token that ends the answer,
+        without whitespace after this token.
+
+        Raises:
+            BadRecord: a token contains characters on both sides of `start`.
+        """
         text = rendered.text
         begin, stop = _token_from(encoding, start, len(text)), _token_from(encoding, end, len(text))
         if _joins(encoding, start, len(text)):
@@ -112,15 +116,15 @@ class ChatTokens:
             )
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.template.controls:
             stop += 1  # a control token that includes the whitespace after it (rstrip) may extend past `end`
-        # templates write whitespace after the token that ends an answer, sometimes inside their generation tag
+        # templates write whitespace after the token that ends an answer, sometimes inside their generation block
         last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.stops), stop - 1)
         return begin, stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
 
 
 def _exact(backend: Tokenizer) -> Tokenizer:
-    """Returns a copy of the tokenizer without a post-processor, so that the offsets of a token include all of its
-    characters. GPT-2's post-processor excludes the space before a word, so a token that begins with the last space of a
-    header would not be detected."""
+    """Returns a copy of the tokenizer without post-processor, padding and truncation. Without a post-processor, the
+    offsets of a token include all of its characters. GPT-2's post-processor excludes the space before a word, so a
+    token that begins with the last space of a header would not be detected."""
     copy = Tokenizer.from_str(backend.to_str())
     copy.post_processor = None
     copy.no_padding()
@@ -129,7 +133,7 @@ def _exact(backend: Tokenizer) -> Tokenizer:
 
 
 def _joins(encoding: Encoding, at: int, length: int) -> bool:
-    """Returns whether a token spans a position, with characters before and after it."""
+    """Returns whether one token contains the character at a position and characters before it."""
     token = _token_from(encoding, at, length)
     return token < len(encoding) and encoding.token_to_chars(token)[0] < at
 

@@ -4,13 +4,14 @@ sources in `text_files.py` and `records.py` call this module; a conversation is 
 Documents are framed as the tokenizer's own call, `tokenizer(text)`, frames a text. A document begins with the tokens
 that this call puts before a text, such as <s>; these tokens are not learned. The document ends with the tokens that the
 call appends or, if it appends none, with the end-of-text token. So training, samples, `generate=` and users of the
-exported tokenizer get identical ids for a text. `data.bos=true` or false changes the tokenizer itself, before the first
-text is encoded. Only data.bos=older frames documents differently (see `OLDER` in source.py).
+exported tokenizer get identical ids for the beginning and the text of a document. `data.bos=true` or false changes the
+tokenizer itself, before the first text is encoded. Only data.bos=older frames documents differently (see `OLDER` in
+source.py).
 
-At inference the prompt is encoded without a completion, and training should use the same prompt ids. So prompt and
-completion are encoded together if the joint ids begin with the ids of the prompt. Otherwise the completion is encoded
-after one of LEADS, and the ids of this lead are removed. Without a lead, the completion may begin with a wrong space,
-because SentencePiece tokenizers put a space before every text."""
+At inference the prompt is encoded without a completion, and training should use the same prompt ids. So the ids of
+prompt and completion, encoded as one text, are used if they begin with the ids of the prompt. Otherwise the completion
+is encoded after one of LEADS, and the ids of this lead are removed. Without a lead, the completion may begin with a
+wrong space, because SentencePiece tokenizers put a space before every text."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ def answer_documents(
     used.
 
     Raises:
-        Refused: the tokenizer has no end-of-text token.
+        Refused: no token ends documents, because the tokenizer has no end-of-text token.
     """
     if not (framing.end or framing.apart):
         raise Refused(
@@ -131,7 +132,7 @@ def _continuation(
     tokenizer: PreTrainedTokenizerBase, before: np.ndarray, whole: np.ndarray, prompt: str, completion: str
 ) -> np.ndarray | BadRecord:
     """Returns the ids of a completion. The ids of the prompt followed by these ids decode to prompt + completion, or to
-    the text to which `whole` decodes. Returns a BadRecord if there are no such ids.
+    the text to which `whole` decodes. Returns a BadRecord if no lead gives such ids.
 
     Args:
         before: ids of the prompt.
@@ -158,7 +159,8 @@ def dress(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
     encoded.
 
     Raises:
-        Refused: the tokenizer lacks the begin-of-text token, or cannot be changed.
+        Refused: data.bos is true and the tokenizer has no begin-of-text token, or the tokenizer does not allow the
+            change.
     """
     if source.chat:
         source.chat.dress(tokenizer)

@@ -3,11 +3,12 @@ set of the hub is streamed, without a complete download.
 
 `datasets` finds the files of a split and streams them, without an Arrow copy on disk. It guesses the types of columns
 of csv and JSON: 007 becomes a number, NA becomes null, and 2024-05-01 a date. So if all files of a split in a local
-folder are csv, or all are JSON lines, the readers of data=csv or data=jsonl read them instead. One row group of a
-parquet file is in memory at a time; row groups are small in data sets of the hub.
+folder are csv, or all are JSON lines, the readers of data=csv or data=jsonl read these files instead of `datasets`
+(`Table._file_rows`). One row group of a parquet file is in memory at a time; row groups of data sets of the hub are
+usually small.
 
 Without data.streaming, all rows are tokenized once into the token store. The order of rows, resume and packing then
-work as with files. With data.streaming, nothing is stored on disk (stream.py).
+work as with files. With data.streaming, no tokens are stored on disk (`stream.py`).
 """
 
 import os
@@ -94,7 +95,7 @@ class Table(Reader):
     """The reader of a data set's rows.
 
     Args:
-        splits: split -> its name in the data set. Without a validation split, some training rows are held out.
+        splits: split -> its name in the data set; None for "val": some training rows are held out.
 
     Raises:
         Refused: both splits are the same.
@@ -129,8 +130,8 @@ class Table(Reader):
         ]
 
     def contents(self) -> list:
-        """Returns values that change with the content of the data set: digests of its files, or its repository's
-        commit."""
+        """Returns values that change with the content of the data set: names and digests of its files, or the commit of
+        its repository."""
         if self.folder:
             files = sorted(file for file in Path(self.path).rglob("*") if file.is_file())
             return [[str(file.relative_to(self.path)) for file in files], digests(files)]
@@ -158,8 +159,7 @@ class Table(Reader):
         return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))
 
     def rows(self, name: str, state: dict | None = None) -> Any:
-        """Returns an iterable of the rows of a split whose position can be saved: a datasets.IterableDataset, or
-        `FileRows`.
+        """Returns an iterable of a split's rows: a datasets.IterableDataset, or `FileRows`. Its position can be saved.
 
         Args:
             state: the position from which to continue. An older run may have saved a state of `datasets` for files that
@@ -198,8 +198,8 @@ class Table(Reader):
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Context manager that turns errors of `datasets` and of the hub into refusals, since users can fix the
-        causes."""
+        """Context manager that raises Refused in place of errors of `datasets` and of the hub, since users can fix
+        their causes."""
         try:
             yield
         except (OSError, ValueError, RuntimeError, KeyError) as error:

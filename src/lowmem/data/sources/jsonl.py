@@ -1,7 +1,7 @@
-"""Reads records from JSON-lines files, one line after the other, so that an error names the file and the line. Used by
-`data=jsonl` and `data=chat`, and for JSON-lines files of `data=preference` and `data=hub`.
+"""Reads records from JSON-lines files, line by line. Errors name the file and the line. Used by `data=jsonl` and
+`data=chat`, and for JSON-lines files of `data=preference` and `data=hub`.
 
-A line that is longer than `LONGEST` bytes gives a `BadRecord`, and is never read into memory in full.
+A line that is longer than `LONGEST` bytes becomes a `BadRecord`, and is never read into memory in full.
 """
 
 import json

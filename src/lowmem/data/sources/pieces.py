@@ -2,9 +2,9 @@
 
 A cut may change tokens: " " and "b", encoded separately, never give the token " b". So a text is cut only between a
 line that ends in a visible character and a line that begins with an ASCII letter, where common pre-tokenizers begin a
-word. Each cut is also tested: the text around it must have identical ids with and without the cut. If the first PROOFS
-tests all fail, texts are not cut for this tokenizer. This happens with SentencePiece tokenizers, which put a mark
-before every text. Texts are not cut for slow tokenizers either.
+word. Each cut is also tested: the text around it must have identical ids with and without the cut. (Texts on which a
+tokenizer is trained are cut without a test.) If the first PROOFS tests all fail, texts are not cut for this tokenizer.
+This happens with SentencePiece tokenizers, which put a mark before every text. For slow tokenizers, texts are not cut.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Cuts:
         self.never = not tokenizer.is_fast
 
     def proved(self, text: str, at: int) -> bool:
-        """Returns True if a cut at position `at` does not change the ids of the text around the cut."""
+        """Returns whether a cut at position `at` leaves the ids of the text around it unchanged. Sets `never` once the
+        first PROOFS tests have failed."""
         before, behind = text[max(0, at - AROUND) : at], text[at : at + AROUND]
         uncut, *cut = ids_of(self.tokenizer, [before + behind, before, behind])
         same = np.array_equal(uncut, np.concatenate(cut))
@@ -57,7 +58,7 @@ def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[st
         blocks: the blocks of one text.
         cuts: None: every cut is allowed, because the pieces are only used to train a tokenizer.
     """
-    piece: list[str] = []  # characters of the current piece
+    piece: list[str] = []  # parts of the current piece
     for block in blocks:
         start = 0
         for at in _places(block, cuts):
@@ -113,7 +114,7 @@ def text_bytes(text: str) -> int:
 
 
 def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields groups of items of about `BATCH` bytes each: large enough to use all cores, and small enough for memory.
+    """Yields groups of items. A group has about `BATCH` bytes, which suffices to use all cores and takes little memory.
     Args: size: returns the bytes of an item."""
     batch: list[T] = []
     total = 0

@@ -1,13 +1,14 @@
 """Reads preference data (`data=preference`): pairs of a chosen and a rejected answer, or single rated answers.
 
 The record of a pair has the fields `prompt`, `chosen` and `rejected`. The record of a rated answer has `label`, and
-either `prompt` and `completion`, or `messages`, whose last message is the answer. All answers of a data set are texts,
-or all are lists of messages; the first record with an answer decides which of the two is read. Lists of messages in
-`chosen` and `rejected` may begin with the messages of the prompt, as in many data sets of the hub.
+either `prompt` and `completion`, or `messages`. The last of these messages is the answer. The answers of a data set are
+either all texts or all lists of messages; the first record with an answer decides which of the two kinds is read. Lists
+of messages in `chosen` and `rejected` may begin with the messages of the prompt, as in many data sets of the hub.
 
-A record becomes two documents of the token store, the prompt with each answer (`data/pairs.py`), in which the answer is
-learned. For a single rated answer, an empty document takes the place of the other answer. Texts are encoded like a
-prompt and a completion of `data=jsonl`, and messages like a conversation of `data=chat`.
+A record becomes two documents of the token store (`data/pairs.py`): the prompt with the chosen (or desirable) answer,
+and the prompt with the rejected (or undesirable) answer. Only answers are learned. For a single rated answer, an empty
+document takes the place of the other answer. Texts are encoded like a prompt and a completion of `data=jsonl`, and
+messages like a conversation of `data=chat`.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ NOTHING = Encoded([], np.zeros(0, bool), 0)  # the empty document in place of a 
 
 
 class Fields(NamedTuple):
-    """The names of a record's fields. Args: prompt: None: the prompt of texts is the common beginning of both answers,
-    and the prompt of messages is all messages before the answer."""
+    """The names of a record's fields. Args: prompt: the field of the prompt; None: for texts, the common beginning of
+    both answers is the prompt; for messages, all messages before the answer are the prompt."""
 
     prompt: str | None
     chosen: str
@@ -84,7 +85,7 @@ class Fields(NamedTuple):
         return self
 
     def rates(self, fields: dict) -> bool:
-        """Returns whether a record is a single rated answer, and not a pair."""
+        """Returns whether a record contains a single rated answer instead of a pair."""
         return all(fields.get(name) is None for name in (self.chosen, self.rejected)) and any(
             name in fields for name in (self.completion, self.messages, self.label)
         )
@@ -106,7 +107,7 @@ class Preference(Records):
         template: chat template of conversations, see `Chat`.
         subset, split, val_split, revision: names within a data set of the hub.
         packing: padded or documents, see `data/pairs.py`.
-        too_long: what to do with pairs and answers longer than `seq_len`: cut, drop or refuse.
+        too_long: what to do with pairs and answers that are longer than a row: cut, drop or refuse.
         bos: see `Source`.
         rated: make rows of rated answers (`data/rated.py`) instead of pairs.
     """
@@ -149,7 +150,7 @@ class Preference(Records):
             files = find_files(path, pattern, val_fraction, val_path)
             reader = FileReader(files, val_fraction, [UTF_8], lambda file: _records(file, fields))
         encoder = AnswerEncoder(fields, assistant, template, lambda: _first_record(reader, fields), bos)
-        # loss=kto also scores each prompt with a mismatched answer, so it needs at least two different prompts
+        # loss=kto also scores each prompt with a mismatched answer, so each split needs at least two different prompts
         by_prompt = ByPrompt(reader, fields, least=2 if rated else 1)
         super().__init__(by_prompt, encoder, "preference", packing, too_long, skip_bad, bos)
 
@@ -193,8 +194,8 @@ class ByPrompt(Reader):
 
 
 def _check_unused(typed: Mapping[str, bool], path: str, what: str, instead: str) -> None:
-    """Raises Refused if a key is typed that does not apply to this path. Args: typed: key -> True if it was typed;
-    what: description of the path; instead: the beginning of the advice."""
+    """Raises Refused if one of these keys, which do not apply to this path, was typed. Args: typed: key -> True if it
+    was typed; what: description of the path; instead: the beginning of the advice."""
     for key, is_typed in typed.items():
         if is_typed:
             raise Refused(
@@ -206,7 +207,8 @@ def is_hub_id(path: str) -> bool:
     """Returns whether a path is the id of a data set of the hub.
 
     Raises:
-        Refused: the path neither exists nor is a valid id.
+        Refused: the path does not exist and is not the id of a data set: it has another form, or ends with the
+            extension of a file.
     """
     # os.path.exists returns False for a name that is too long, and does not raise an error
     if not path.strip() or os.path.exists(os.path.expanduser(path)):
@@ -252,8 +254,8 @@ class AnswerEncoder(Encoder):
 
     @cached_property
     def chats(self) -> dict[str, Chat]:
-        """Returns a mapping from each answer field to the encoder of its conversation. The mapping is empty if records
-        contain texts."""
+        """Returns a mapping from the name of each answer field to the encoder of its conversations. The mapping is
+        empty if the answers are texts."""
         first, names = self.first(), (*self.names, self.fields.completion)
         if isinstance(_listed(first.get(self.fields.answered(first))), str) and self.fields.answered(first) in names:
             return {}
@@ -291,7 +293,7 @@ class AnswerEncoder(Encoder):
         return sum((encoder.remarks() for encoder in self._encoders.values()), Counter())
 
     def repeats_prompt(self, fields: dict) -> str | None:
-        if self.chats or self.prompt is None:  # `_continued` checks lists of messages
+        if self.chats or self.prompt is None:  # `_continued` merges repeated messages
             return None
         names = (self.fields.completion,) if self.fields.rates(fields) else self.names
         if not all(begins_with(fields[name], fields[self.prompt]) for name in names):
@@ -393,7 +395,7 @@ class AnswerEncoder(Encoder):
     def _continued(self, prompt: object, name: str, answer: object) -> object:
         """Returns the messages of a prompt followed by its answer. If the answer already contains the prompt, or begins
         with the last messages of the prompt, these messages are not repeated. Without a prompt, returns only the
-        answer. An answer that is not a list is returned unchanged, so that its encoder refuses it.
+        answer. An answer that is not a list is returned unchanged; its encoder then returns a BadRecord.
 
         Raises:
             BadRecord: the prompt ends with a user message, and the answer begins with a different user message.
@@ -422,7 +424,7 @@ class AnswerEncoder(Encoder):
         must not be empty.
 
         Args:
-            both: conversations by the names of their fields.
+            both: name of a field -> its conversation.
 
         Raises:
             BadRecord: a conversation fails these checks.
@@ -438,8 +440,8 @@ class AnswerEncoder(Encoder):
 
 
 def _listed(value: object) -> object:
-    """Returns a list of messages without the null fields that tables add to their messages. A single message becomes a
-    list, and JSON text with a message or a list of messages is parsed. Any other value is returned unchanged."""
+    """Returns a list of messages without null fields, which tables add. A single message becomes a list, and JSON text
+    with a message or a list of messages is parsed. Any other value is returned unchanged."""
     read = read_json(value)
     messages = [read] if isinstance(read, dict) else read
     is_text = isinstance(value, str) and not (isinstance(messages, list) and messages and all(map(_role, messages)))

@@ -1,5 +1,5 @@
-"""Helpers for reading files. Text files are read in blocks of characters, so that a complete file is never in memory.
-Other helpers cut a text in two, compute the digests of files, and run an iterator in a second thread (`ahead`)."""
+"""Helpers for reading files. Text files are read in blocks of characters, and never into memory in full. Other helpers
+cut a text in two, compute the digests of files, and run an iterator in a second thread (`ahead`)."""
 
 import codecs
 import hashlib
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Context manager that turns an error while a file is read into a refusal that names the file. Otherwise the error
-    would be reported as an error of the cache folder."""
+    """Context manager that raises Refused, with the name of the file, if the file cannot be read. Otherwise this error
+    would be reported as an error in the cache folder."""
     try:
         yield
     except OSError as error:
@@ -106,9 +106,9 @@ def is_text(file: Path) -> bool:
 
 def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
     """Returns the number of characters at the beginning of a text that are training text. The remaining characters, a
-    share of about `tail`, are validation text. The exact position of the cut is moved back to the last end of a
-    paragraph before it, or else of a line, or else of a word. The cut moves by at most the length of the validation
-    text, and does not move if there is no such end.
+    share of about `tail`, are validation text. The cut is moved back to the last end of a paragraph before it, or else
+    of a line, or else of a word. It moves by at most its distance from the end of the text, and stays where it is if
+    there is no such end.
 
     Args:
         text: returns the blocks of the text; called twice.

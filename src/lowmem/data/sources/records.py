@@ -45,7 +45,9 @@ SMALLEST = 512
 class Record(NamedTuple):
     where: str  # such as "notes.jsonl, line 3"
     fields: dict | BadRecord  # BadRecord: the line or row is not a record
-    identity: bytes = b""  # bytes of the line, or of the fields of a row: about as long as the record
+    # bytes of the line, or of the fields of a row: about as long as the record, and equal for equal lines or rows, also in
+    # different files
+    identity: bytes = b""
     group: bytes = b""  # records of one group go to the same split; empty: the identity is the group
 
 
@@ -53,7 +55,7 @@ class Reader:
     """The base class of readers of records.
 
     Args:
-        val_from_train: both splits come from the same records; about the share `val_fraction` of them is held out for
+        val_from_train: True: both splits come from the same records. A share of about `val_fraction` is held out for
             validation.
     """
 
@@ -95,8 +97,8 @@ class Reader:
 
 
 class FileReader(Reader):
-    """The reader of records in files. Without data.val_path, some records are held out for validation: the records of
-    some files, or a part of the records if there is a single file.
+    """The reader of records in files. Without data.val_path, the records of some files are held out for validation. If
+    there is a single file, some of its records are held out.
 
     Args:
         settings: settings that change the records, for the cache key.
@@ -152,8 +154,8 @@ class Records(StoredSource):
     def __post_init__(self) -> None:
         self._bad: dict[str, list[str]] = {}  # split -> messages about the first records that were left out
         self._counts: dict[str, list[int]] = {}  # split -> [left out, all]
-        self._told: dict[str, Counter[str]] = {}  # split -> remarks of the encoder, and their counts
-        self._repeats: dict[str, Counter[str]] = {}  # split -> number of records that repeat their prompt, by advice
+        self._told: dict[str, Counter[str]] = {}  # split -> remark of the encoder -> count
+        self._repeats: dict[str, Counter[str]] = {}  # split -> advice -> number of records that repeat their prompt
 
     @property
     def chat(self) -> ChatFormat | None:
@@ -188,8 +190,8 @@ class Records(StoredSource):
         """Makes the rows of a split.
 
         Raises:
-            Refused: see `packing.rows`. If a document is too long, the message names its record, unless some records
-                were left out, because then the record cannot be identified.
+            Refused: see `packing.rows`. If a document is too long, the message names its record. It does not if the
+                documents cannot be matched with the records, for example because some records were left out.
         """
         try:
             return self.make_rows(split, seq_len, name)
@@ -241,8 +243,8 @@ class Records(StoredSource):
         return [f"{split}: {what}: {n:,}." for split, counts in self._told.items() for what, n in counts.items()]
 
     def _repeated(self) -> list[str]:
-        """Returns notes about splits in which most records repeat their prompt. (In a few records, an answer may quote
-        the prompt.)"""
+        """Returns notes about splits in which more than half of the records repeat their prompt. (A few answers may
+        quote the prompt.)"""
         notes = []
         for split, repeats in self._repeats.items():
             bad, count = self._counts[split]
@@ -328,7 +330,7 @@ class _Fields(Encoder):
         """Returns the texts of the fields.
 
         Raises:
-            BadRecord: a text cannot be used.
+            BadRecord: a field is missing, or its value is not valid text.
         """
         raise NotImplementedError
 
@@ -401,7 +403,8 @@ def encoder(
         chat: further arguments of `Chat`.
 
     Raises:
-        Refused: keys of several encoders are typed, a key is missing, or data.bos or data.template cannot be used.
+        Refused: keys of several encoders are typed; `prompt` is typed without `completion`, or vice versa; data.bos is
+            true or false for conversations; or the file data.template cannot be read.
     """
     checked_fields(field, prompt, completion, messages)
     if messages:
@@ -413,7 +416,7 @@ def encoder(
 
 
 def check_no_bos(bos: bool | str) -> None:
-    """Raises Refused if `data.bos` is typed for conversations."""
+    """Raises Refused if data.bos is true or false. Called for conversations, which do not support these values."""
     if isinstance(bos, bool):
         raise Refused(
             f"data.bos={str(bos).lower()}: the chat template renders all tokens of a conversation, the first one, too. "
@@ -433,14 +436,14 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
 
 
 def begins_with(text: str, prompt: str) -> bool:
-    """Returns whether a text begins with a prompt that is not blank, ignoring whitespace around both."""
+    """Returns whether a text begins with a prompt, ignoring whitespace around both. False if the prompt is blank."""
     return bool(prompt.strip()) and text.lstrip().startswith(prompt.strip())
 
 
 def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> float:
     """Returns the threshold for `place`: records with a smaller hash are held out for validation. The threshold is
-    `val_fraction`, unless fewer than `least` different records would be held out. Then the threshold is raised until
-    `least` different records are held out, or half of all different records if that is fewer, but at least one."""
+    `val_fraction`, unless fewer than `least` different records would be held out. Then it is raised so that `least`
+    different records are held out. At most half of all different records are held out in this way, but at least one."""
     lowest: list[float] = []  # the smallest hashes (`place`) of different records, ascending
     for record in records:
         number = place(record)
@@ -453,6 +456,7 @@ def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> f
 
 
 def place(record: bytes) -> float:
-    """Returns a stable hash of a record, from 0 to 1. Records with a hash below the threshold from `held_out` are held
-    out. So adding data does not move a record to the other split, unless the threshold changes."""
+    """Returns a stable hash of a record, from 0 to 1. A record is held out if its hash is below the threshold from
+    `held_out`. So adding data does not move a record to the other split, unless the threshold changes. Args: record:
+    the record's identity."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64

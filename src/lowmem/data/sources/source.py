@@ -1,9 +1,8 @@
 """Defines the interface of data sets. To the token store, a data set is a `Source`: a sequence of documents of token
 ids.
 
-Each `conf/data/<kind>.yaml` names a class or function that creates a source. Creating a source lists files but does not
-read data, so it is cheap enough for the planner and the checks at the start of a run. `text_files.py` has the sources
-of text files, and `records.py` the sources of records.
+Each `conf/data/<kind>.yaml` names a class or function that creates a source. Creating a source lists files, but does
+not read their records or texts. `text_files.py` has the sources of text files, and `records.py` the sources of records.
 """
 
 from __future__ import annotations
@@ -47,14 +46,13 @@ class ChatFormat(Protocol):
 
 
 class Encoder:
-    """The base class of encoders, which make documents from the fields of records: texts in `records.py`, conversations
-    in `chat.py`, preferences in `preference.py`."""
+    """The base class of encoders. An encoder makes documents from the fields of records: texts in `records.py`,
+    conversations in `chat.py`, preferences in `preference.py`."""
 
     chat: ChatFormat | None = None
 
     def key(self) -> list:
-        """Returns the settings that change the tokens, as values that JSON can represent. They are a part of the cache
-        key."""
+        """Returns the settings that change the tokens, as values that JSON can represent, for the cache key."""
         raise NotImplementedError
 
     def text(self, fields: dict) -> str:
@@ -78,7 +76,8 @@ class Encoder:
         raise NotImplementedError
 
     def count(self, fields: dict) -> int:
-        """Returns the number of documents of a record that can be used; 0 if this number is unknown."""
+        """Returns the number of documents that `encode` makes of a record; 0 if it makes none, or if the number is
+        unknown."""
         return 1
 
     def remarks(self) -> Counter[str]:
@@ -92,7 +91,7 @@ class Source:
 
     name: str  # prefix of the cache folder's name
     packing = "joined"  # how documents become rows: joined, documents or padded
-    too_long = "cut"  # how documents longer than a row are handled: cut, drop or refuse
+    too_long = "cut"  # what to do with documents longer than a row: cut, drop or refuse
     chat: ChatFormat | None = None  # the format of conversations; None: no conversations
     # True or False: texts begin with or without the begin-of-text token; auto: as in `tokenizer(text)`; older: see
     # OLDER
@@ -110,7 +109,7 @@ class Source:
         raise NotImplementedError
 
     def texts(self) -> Iterator[str]:
-        """Yields the training text, to train a tokenizer on."""
+        """Yields the texts of the training split, on which a tokenizer is trained."""
         raise NotImplementedError
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:

@@ -1,5 +1,5 @@
-"""Reads rows of csv files one by one, and rows of parquet files in groups of AT_ONCE (`data=csv`, `data=parquet`), so
-that neither a complete file nor a row group is in memory.
+"""Reads rows of csv files one by one (`data=csv`), and rows of parquet files in groups of AT_ONCE (`data=parquet`).
+Neither a complete file nor a complete row group is in memory.
 
 This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`. `datasets` reads csv with pandas,
 which turns an empty text or "NA" into null and 1.0 into a number. `datasets` reads parquet with a scanner that keeps
@@ -59,8 +59,8 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
     BadRecord.
 
     Raises:
-        Refused: the file cannot be read or is not valid UTF-8; a column is missing or not unique; or a quotation mark
-            is missing or a carriage return is not quoted, so that the following rows are ambiguous.
+        Refused: the file cannot be read or is not valid UTF-8; a column is missing or not unique; or a missing
+            quotation mark, or a carriage return outside of quotation marks, makes the following rows ambiguous.
     """
     csv.field_size_limit(LONGEST)
     with readable(file), file.open("rb") as stream:
@@ -98,7 +98,7 @@ def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
 
 
 def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Record]:
-    """Yields the values of these columns in each row, and of the optional columns that the file has.
+    """Yields a record for each row, with the values of `columns`, and of the optional columns that the file has.
 
     Raises:
         Refused: the file cannot be read, is not parquet, is damaged, or does not have each of `columns` exactly once.

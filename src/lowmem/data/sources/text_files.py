@@ -1,10 +1,10 @@
 """Finds and tokenizes text files (`data=text`, `data=stdlib`), and selects the files that are held out for validation.
-Sources of records also find their files with `find_files`.
+Sources that read records from files also call `find_files`.
 
 Training and validation are split *by file*, because a split inside files could put the first half of a function into
-training and the second half into validation. Only a corpus of a single file is cut: its last part is validation.
-Creating a `Corpus` reads only the names and sizes of files. While a batch of text is tokenized, a second thread reads
-the next batch.
+training and the second half into validation. Only a corpus of a single file is cut; its last part is the validation
+split. Creating a `Corpus` reads only the names and sizes of files. While a batch of text is tokenized, a second thread
+reads the next batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RECORDS = {".jsonl", ".ndjson"}  # files of records: read as text, a model would learn braces, keys and escapes
+RECORDS = {".jsonl", ".ndjson"}  # files of records: as plain text, they would teach a model braces, keys and escapes
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Corpus(StoredSource):
     Args:
         on_error: what to do with files that are not valid UTF-8 or contain zero bytes: `refuse` the run, `skip` the
             file, or `replace` these bytes by U+FFFD.
-        tail: share of the text that is validation, if `train` and `val` are the same single file; None otherwise.
+        tail: share of the text that is held out for validation if `train` and `val` are the same single file; otherwise
+            None.
         packing, too_long, bos: see `Source`.
     """
 
@@ -57,8 +58,8 @@ class Corpus(StoredSource):
     packing: str = "joined"
     too_long: str = "cut"
     bos: bool | str = "auto"
-    skipped: dict[str, int] = field(default_factory=dict, compare=False)  # number of files that are not text, by split
-    # number of control tokens in the text, by split
+    skipped: dict[str, int] = field(default_factory=dict, compare=False)  # split -> number of skipped files
+    # split -> number of control tokens in the text
     controls: dict[str, int] = field(default_factory=dict, compare=False)
 
     def key(self) -> list:
@@ -173,7 +174,7 @@ class Files(NamedTuple):
 
     @property
     def val_from_train(self) -> bool:
-        """Returns True if both splits come from the same single file, which has to be cut."""
+        """Returns True if both splits come from the same single file, which has to be divided."""
         return self.train == self.val
 
 
@@ -190,7 +191,7 @@ def find_files(
     Args:
         val_path: one or several paths. The files of the first path are the validation split; the files of all paths are
             excluded from training.
-        usable: returns the files to use, from a list of the matching files.
+        usable: list of matching files -> list of the files to use.
 
     Raises:
         Refused: a path, `pattern` or `val_fraction` is invalid, no file was found, or no file is left for training.
@@ -299,8 +300,8 @@ def _plain(files: Sequence[Path], on_error: str) -> list[Path]:
 
 
 def split(root: Path, files: list[Path], val_fraction: float) -> Files:
-    """Holds out complete files, in the order of a hash of their names, until `val_fraction` of the bytes is reached. At
-    least one file remains for training. A single file provides both splits."""
+    """Holds out complete files, in the order of a hash of their names, until they have `val_fraction` of the bytes. At
+    least one file is held out, and at least one remains for training. A single file provides both splits."""
     if not 0.0 < val_fraction < 1.0:
         raise Refused(
             f"data.val_fraction={val_fraction}: type a fraction between 0 and 1, such as data.val_fraction=0.05."

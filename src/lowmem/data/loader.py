@@ -84,8 +84,8 @@ class MicroBatch:
 
     def to(self, device: torch.device, **how: object) -> Self:
         """Returns this micro-batch on a device, with its cached counts. Lightning calls this method for each
-        micro-batch of a window or of a validation group. For a GPU, tensors are first copied to pinned memory: a copy
-        from pageable memory would make the host wait for the work that was queued on the GPU before."""
+        micro-batch of a window or of a group that is evaluated together. For a GPU, tensors are first copied to pinned
+        memory: a copy from pageable memory would make the host wait for the work that was queued on the GPU before."""
         pinned = torch.device(device).type == "cuda" and not self.input_ids.is_cuda
         if pinned:
             how = {"non_blocking": True} | how
@@ -157,7 +157,7 @@ class Window(NamedTuple):
     micro_batches: list[MicroBatch]
     input_tokens: int  # input tokens without padding, on all devices
     learned_tokens: int  # tokens with a label, on all devices
-    weight: int  # the divisor of the sum of the losses of all devices
+    weight: int  # the sum of the losses on all devices is divided by this weight
     end: Position  # position of the next window
 
 
@@ -268,8 +268,8 @@ class WindowLoader:
 
     @property
     def order(self) -> dict[str, int | str]:
-        """Returns the values on which the order of sequences depends. A saved position is valid only while they are
-        unchanged."""
+        """Returns the values on which the order of sequences depends. A saved position is valid only while these values
+        are unchanged."""
         ours = {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
         return ours | self.sequences.order | self.sequences.grouping(self.share.rows_per_step)
 

@@ -1,9 +1,9 @@
 """Defines how training opens a data source, that is, turns its documents into rows of tokens.
 
-The documents of a `StoredSource` are tokenized into the token store once. The other subclasses of `Openable` (a
-mixture, a stream, random tokens) define `opened` themselves. `training/build.py` opens one source per run, and `mix.py`
-opens every source of a mixture. If data.val_path names several validation sets, `build.py` creates a source for each
-set, opens only the first one, and gets the validation tokens of the others from `token_store.held_out`.
+The documents of a `StoredSource` are tokenized into the token store once. `Mix`, `Stream` and `Random` define `opened`
+themselves. `training/build.py` opens one source per run, and `mix.py` opens every source of a mixture. If data.val_path
+names several validation sets, `build.py` creates a source for each set, opens only the first one, and gets the
+validation tokens of the others from `token_store.held_out`.
 """
 
 from collections.abc import Mapping

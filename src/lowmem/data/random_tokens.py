@@ -2,7 +2,7 @@
 pretrained tokenizer or network access.
 
 Row i of a split is drawn from the seed (seed, split, i) each time it is read, so no tokens are stored. A model cannot
-learn to predict random tokens, so the validation loss does not fall below the logarithm of the vocabulary size.
+learn to predict random tokens, so the validation loss stays at about the logarithm of the vocabulary size, or above.
 """
 
 from collections.abc import Iterator

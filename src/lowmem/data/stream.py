@@ -38,9 +38,9 @@ class Stream(Openable):
 
     Args:
         records: provides the reader and the encoder of the data set.
-        block: number of records in a block, whose rows are permuted together.
-        val_rows: number of records for validation: the first records of the validation split. Without a validation
-            split, the first records of the training split, which training then skips.
+        block: number of records in a block. The rows of a block are permuted together.
+        val_rows: number of validation records. They are the first records of the validation split. Without a validation
+            split, they are the first records of the training split, and training skips them.
     """
 
     name, streams = "hub", True

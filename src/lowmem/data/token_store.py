@@ -3,7 +3,8 @@
 The cache key is a digest of the source's content (the bytes of every file, or the commit of a data set of the hub), of
 the settings that change the tokens, and of the tokenizer. The tokens take 2 or 4 bytes of disk per token and 16 bytes
 per document, and one more bit per token if some tokens are not in the loss. Host memory contains only the pages that
-were read. While the cache is written, only a few MB of text are in memory at a time.
+were read. While the cache is written, only a few MB of text are in memory at a time (with data=hub, also a parquet row
+group).
 """
 
 import hashlib
@@ -108,9 +109,9 @@ def tokenize(
         special_tokens: special tokens of the trained BPE, besides the end-of-text token.
 
     Raises:
-        Refused: a file or data set cannot be read, a record is bad and data.skip_bad is false, a split has no text,
-            more than half of the compared validation documents are also training documents, a file changed while it
-            was read, or the cache cannot be written.
+        Refused: a file or data set cannot be read, a record cannot be used and data.skip_bad is false, a split has no
+            text, more than half of the compared validation documents are also training documents, a file changed while
+            it was read, or the cache cannot be written.
     """
     if tokenizer:
         dress(tokenizer, source)

@@ -14,7 +14,7 @@ Messages = list[dict[str, Any]]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the reasoning field in templates
 CALLS = ("tool_calls", "function_call")
-KNOWN = ("role", "content", "name", *REASONING, *CALLS, "tool_call_id", "id", "weight")  # not reported by `Chat._count`
+KNOWN = ("role", "content", "name", *REASONING, *CALLS, "tool_call_id", "id", "weight")  # `Chat._count` reports others
 DESCRIBED = ("name", "description")  # fields that describe a tool
 
 
@@ -48,7 +48,7 @@ class Replaced:
     """A conversation in which all parts, or a single part, are replaced by other values of the same type.
 
     Args:
-        only: the number of the part to replace; None: all; -1: no part.
+        only: the index, in `parts`, of the part to replace; None: all parts; -1: no part.
         of: the index of the message whose parts are replaced; None: all messages and the tools.
 
     Attributes:

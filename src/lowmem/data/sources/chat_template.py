@@ -3,8 +3,8 @@ and `chat_tokens.py` then tokenizes the text.
 
 If the template marks the assistant's text with `{% generation %}`, the marked text is learned. Otherwise an answer
 begins after its generation prompt, which is the rendering of the earlier messages followed by the header of an answer.
-The answer ends where the rendering of the messages up to this answer ends. If a longer rendering does not repeat the
-end of this one, for example an end-of-text token, the answer ends after the control tokens that follow its content.
+The answer ends where the rendering of the messages up to this answer ends. If this rendering ends with text that later
+messages would replace, such as an end-of-text token, the answer ends after the control tokens that follow its content.
 `chat_tokens.py` then leaves out whitespace after the token that ends the answer. If the template renders an answer or
 its context differently once later messages follow, the answer gets a separate row. To find parts of the conversation
 that the template drops, each row is rendered again with other values in the messages and tools (`chat_parts.py`).

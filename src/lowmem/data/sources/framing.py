@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 # test texts: the ids that the tokenizer's own call adds before and after such a text are the ids that frame documents
 MARKERS = ("a", "A", "1", ".")
 MOST_MARKERS = 1000  # number of vocabulary entries that are tried after MARKERS
-# Texts that are put before a completion to encode it. After some of them, the tokenizer does not insert a space.
+# Texts that are tried before a completion that is encoded without its prompt. After some of them, the tokenizer does
+# not insert a space.
 LEADS = ("", "\n", ".", "0", "a", "A")
 SHOWN = 12  # characters of a text that a message shows
 PLAIN = "One  two,\n\tThree."  # text that shows whether a tokenizer preserves its input

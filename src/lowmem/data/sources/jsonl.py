@@ -32,7 +32,8 @@ def lines(file: Path) -> Iterator[Record]:
 
 def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, line) of every line that is not blank. Only a line feed ends a line, since JSON text may contain
-    any other separator. A line that is too long is cut to LONGEST + 1 bytes, which `value_of` refuses."""
+    other line separators, such as U+2028. A line that is too long is cut to LONGEST + 1 bytes, which `value_of`
+    refuses."""
     with file.open("rb") as stream:
         number = 0
         while line := stream.readline(LONGEST + 1):

@@ -101,11 +101,11 @@ class Preference(Records):
     """The source of preference pairs and rated answers.
 
     Args:
-        path: a file, a folder or the id of a data set of the hub.
+        path: a file, a folder, or the id of a hub data set.
         prompt, chosen, rejected, completion, messages, label: see `Fields`.
         assistant: which answers of conversations are learned: last or all.
         template: chat template of conversations, see `Chat`.
-        subset, split, val_split, revision: names within a data set of the hub.
+        subset, split, val_split, revision: names within a hub data set.
         packing: padded or documents, see `data/pairs.py`.
         too_long: what to do with pairs and answers that are longer than a row: cut, drop or refuse.
         bos: see `Source`.
@@ -233,7 +233,7 @@ def _first_record(reader: Reader, fields: Fields) -> dict:
 
 class AnswerEncoder(Encoder):
     """The encoder of records with two answers or a single rated answer. It makes two documents of each record: first
-    the document of the chosen or desirable answer, then that of the rejected or undesirable answer.
+    the document of the chosen or desirable answer, then the document of the rejected or undesirable answer.
 
     Args:
         names: names of the record's fields.

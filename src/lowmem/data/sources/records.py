@@ -305,8 +305,8 @@ def records_of_files(  # noqa: PLR0913
     val_path: str | None = None,
     **how: str | bool | None,
 ) -> Records:
-    """Returns the source of a file, or of the files of a folder that match `pattern`. See `FileReader` for the records
-    that are held out for validation.
+    """Returns the source of the records in a file or folder. Of a folder, the files that match `pattern` are read. See
+    `FileReader` for the records that are held out for validation.
 
     Args:
         read, settings: see `FileReader`.

@@ -113,8 +113,8 @@ class Source:
         raise NotImplementedError
 
     def encoded(self, split: SplitName, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-        """Yields the documents of a split in order, long documents in several parts. Each call starts again. The token
-        store (`data/token_store.py`) calls this.
+        """Yields the documents of a split in order. A long document may be yielded in several parts. Each call starts
+        again. The token store (`data/token_store.py`) calls this method.
 
         Raises:
             Refused: a file cannot be read or is not text, a record cannot be used, or the split is empty.

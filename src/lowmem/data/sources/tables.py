@@ -20,7 +20,7 @@ from lowmem.data.sources.records import FIELDS, BadRecord, Record, Records, iden
 from lowmem.system.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # names of delimiters for the command line
-LONGEST = 1 << 28  # maximum characters of a cell; a longer cell means that a quotation mark is missing
+LONGEST = 1 << 28  # maximum characters of a cell; in a longer cell a quotation mark is probably missing
 AT_ONCE = 64  # rows of parquet that are read at once; conversations of 100 kB each take 6 MB
 BUFFER = 1 << 20  # bytes of a parquet column that are read at once
 TOOLS = "tools"  # the column with the tools of a conversation, like the field `tools` of JSON records

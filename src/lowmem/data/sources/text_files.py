@@ -133,7 +133,7 @@ _NOT_STDLIB = {
 
 
 def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut", bos: bool | str = "auto") -> Corpus:
-    """Returns the corpus of the source files of the Python standard library on this machine."""
+    """Returns a corpus with the source files of this machine's Python standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
     if not files:
@@ -157,8 +157,8 @@ def text(  # noqa: PLR0913
     too_long: str = "cut",
     bos: bool | str = "auto",
 ) -> Corpus:
-    """Returns the corpus of a file, or of the files of a folder that match `pattern`. The files of `val_path` are used
-    for validation only."""
+    """Returns the corpus of a file or folder. Of a folder, the files that match `pattern` are read. The files of
+    `val_path` are used for validation only."""
     check_utf8(encoding)
     how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long, "bos": bos}
     files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))

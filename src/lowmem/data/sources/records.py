@@ -45,8 +45,8 @@ SMALLEST = 512
 class Record(NamedTuple):
     where: str  # such as "notes.jsonl, line 3"
     fields: dict | BadRecord  # BadRecord: the line or row is not a record
-    # bytes of the line, or of the fields of a row: about as long as the record, and equal for equal lines or rows, also in
-    # different files
+    # bytes of the line, or of the fields of a row: about as long as the record, and equal for equal lines or rows, also
+    # in different files
     identity: bytes = b""
     group: bytes = b""  # records of one group go to the same split; empty: the identity is the group
 

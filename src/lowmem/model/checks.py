@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowmem.system.errors import Refused, last_line
+from lowmem.system.random_state import forked
 
 # errors that modules of transformers raise for values that they cannot use; constructors also raise ValueError for an
 # attention implementation that they do not support
@@ -71,7 +72,7 @@ def _first_logits(model: PreTrainedModel, row: Sequence[int]) -> Tensor:
     ids = torch.tensor([row], device=device) % model.get_input_embeddings().num_embeddings  # (1, T)
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with forked(device):
             return model(input_ids=ids, use_cache=False).logits[0, 0].float()
     finally:
         model.train(training)

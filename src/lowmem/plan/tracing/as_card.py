@@ -1,8 +1,8 @@
 """Makes a trace on a CPU allocate the tensors that a run on CUDA allocates, so that a machine without a card can plan
 for a card.
 
-Dropout, attention, autocast and torch.optim do not allocate the same tensors on a CPU as on CUDA. This module replaces
-all four during the trace.
+Dropout, attention, autocast and torch.optim allocate different tensors on a CPU than on CUDA. For a trace, `kernels`
+replaces the first three, and `foreach` changes the optimizers of torch.optim.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ from lowmem.plan.tracing.attend import Attend
 from lowmem.system.torch_private import has_kernel, replaced_kernels
 from lowmem.techniques.optim.build import MakeOptimizer
 
-# Operators of language models that autocast computes in fp32 on CUDA, but in 16 bits on a CPU (AT_FORALL_FP32 and
+# Operators of language models that autocast computes in fp32 on CUDA, but not on a CPU (AT_FORALL_FP32 and
 # _FP32_SET_OPT_DTYPE in aten/src/ATen/autocast_mode.h). `_autocast` skips operators that the installed torch does not
 # cast on CUDA, such as rms_norm in torch 2.11.
 IN_FP32 = (
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "exp", "expm1", "log", "log1p", "rsqrt", "reciprocal"),
     *("softplus", "layer_norm", "rms_norm", "group_norm", "logsumexp"),
 )
-# operators that autocast computes in fp32 by setting their argument `dtype`
+# operators that autocast on CUDA computes in fp32 by setting their argument `dtype`
 SUMS_IN_FP32 = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")
 
 
@@ -39,9 +39,9 @@ def kernels(on_card: bool, capability: float | None = None) -> Iterator[Attend |
     saves the noise in the dtype of the input (aten/src/ATen/native/Dropout.cpp).
 
     Args:
-        on_card: whether the run is planned for a card. False makes this a no-op.
-        capability: the card's compute capability; None: the capability of this machine's card, or without a card, of
-            the reference card.
+        on_card: True: the run is planned for a card. False: nothing is replaced.
+        capability: the card's compute capability; None: the compute capability of this machine's card, or of the
+            reference card (`cards.REFERENCE`) if this machine has none.
 
     Yields:
         The replacement of torch's attention; None if `on_card` is False.
@@ -59,10 +59,10 @@ def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
     """Returns the bytes of cuBLAS workspaces that a run's first forward pass allocates, and the bytes that the first
     backward pass allocates.
 
-    Each thread that computes matrix products has a separate workspace: the training thread in forward, and autograd's
-    thread in backward. With weights.order=by_layer, each micro-batch has a thread that computes both passes. Then the
-    first value counts the workspaces of all micro-batches, and the second value is the workspace of the training
-    thread, which computes evaluations. Pipelines are counted like by_layer.
+    Each thread that computes matrix products has a separate workspace: the training thread computes the forward pass,
+    and autograd's thread the backward pass. With weights.order=by_layer, each micro-batch has a thread that computes
+    both passes. Then the first value is for the threads of all micro-batches, and the second value is for the training
+    thread, which computes evaluations. Pipelines get the same values as by_layer.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))
     return (run.windows.largest if run.overlaps else 1) * size, size
@@ -75,8 +75,8 @@ def _capability() -> float:
 
 @contextmanager
 def _dropout() -> Iterator[None]:
-    """Replaces dropout at the Autograd dispatch key, so that composite operators, such as math attention, also use the
-    replacement."""
+    """Context manager that replaces dropout at the Autograd dispatch key, so that composite operators, such as math
+    attention, also use the replacement."""
 
     def on_card(input: Tensor, p: float, train: bool) -> Tensor:
         return torch.ops.aten.native_dropout(input, p, True)[0] if train and p > 0 else input
@@ -88,7 +88,8 @@ def _dropout() -> Iterator[None]:
 
 @contextmanager
 def _autocast() -> Iterator[None]:
-    """Replaces casts at the Autocast dispatch key, so that the recomputation in backward also uses the replacements."""
+    """Context manager that replaces operators at the Autocast dispatch key, so that the recomputation in backward also
+    uses the replacements."""
     with replaced_kernels("AutocastCPU") as ours:
         for name in (name for name in (*IN_FP32, *SUMS_IN_FP32) if has_kernel(name, "AutocastCUDA")):
             packet, _, overload = name.partition(".")
@@ -118,7 +119,8 @@ def _widened(value: object) -> object:
 def foreach(make: MakeOptimizer) -> MakeOptimizer:
     """Returns a factory of optimizers that use torch.optim's foreach implementation, which is the default on CUDA but
     not on a CPU (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). The temporary tensors of foreach take
-    about as much memory as the parameters. An optimizer whose `foreach` or `fused` option is set does not change."""
+    about the same memory as the parameters. Optimizers whose option `foreach` or `fused` is set keep their
+    implementation."""
 
     def on_card(groups: list[dict]):
         optimizer = make.make(groups)

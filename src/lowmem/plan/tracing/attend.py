@@ -1,18 +1,19 @@
-"""Computes attention on fake tensors so that it needs as much memory as a kernel on a card: saved tensors, and
+"""Computes attention on fake tensors so that it needs the same memory as a kernel on a card: saved tensors, and
 temporary memory in backward. `as_card.py` replaces torch's attention by `Attend` to trace runs for a card.
 
 `Attend` calls torch's operator for the kernel that `attention.py` predicts. Shape inference and autograd of the
-operator work without a card, so the saved tensors are exact. The temporary memory inside a kernel's backward is not
-visible as tensors. Its size is computed by formulas from torch's sources, and tensors of this size are kept alive while
-the backward runs.
+operator work without a card, so the saved tensors are exact. The temporary memory inside a kernel's backward does not
+consist of tensors that a trace can see. Formulas from the sources of torch and cudnn-frontend give its size, and
+tensors of this size are kept alive while the backward runs.
 
-Three kinds of temporary memory are not counted:
+The trace ignores some temporary memory:
 
-- the buffers of the flash kernel if, for short rows, it splits the keys in forward (2 x multiprocessors x 64 x head
-  size x 4 bytes: 8 MiB on an H100 with a head size of 128);
-- the workspace of cuDNN's plans, whose size is not documented;
-- the mask of masked rows in the softmax of the math kernel (a quarter of the bytes of the scores; the backward of the
-  math kernel needs more).
+- Flash attention splits the keys of short rows in forward, with buffers of 2 x multiprocessors x 64 x head size x
+  4 bytes (8 MiB on an H100 with a head size of 128).
+- The plans of cuDNN have a workspace, whose size is not documented.
+- The softmax of the math kernel creates a mask of masked rows, with a quarter of the bytes of the scores. The backward
+  of the math kernel needs more memory than this.
+- The backward of memory-efficient attention allocates an fp32 product, see `efficient_scratch`.
 """
 
 import torch
@@ -28,7 +29,7 @@ class Attend:
 
     def __init__(self, capability: float) -> None:
         self.capability = capability
-        self.advice: str | None = None  # how to avoid the math kernel in the first training call that uses it
+        self.advice: str | None = None  # `advice` for the first training call that uses the math kernel
         self._by_kernel = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn}
 
     def __call__(  # noqa: PLR0913
@@ -42,8 +43,8 @@ class Attend:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Computes attention with the arguments of `F.scaled_dot_product_attention`. Args: query: (B, heads, T, D);
-        key, value: (B, heads or fewer, T, D)."""
+        """Computes attention. Has the arguments of `F.scaled_dot_product_attention`. Args: query: (B, heads, T, D);
+        key, value: (B, heads of keys, T of keys, D), with fewer heads than `query` if heads are grouped."""
         query, key, value, mask = map(_by_autocast, (query, key, value, attn_mask))
         with torch.autocast("cpu", enabled=False):  # inputs are cast; operators run without autocast
             call = _call(query, key, value, mask, dropout_p, is_causal)
@@ -60,8 +61,8 @@ class Attend:
 
 
 def _by_autocast(tensor: Tensor | None) -> Tensor | None:
-    """Casts a tensor as autocast does for attention: to autocast's 16-bit dtype (AT_FORALL_LOWER_PRECISION_FP in
-    ATen/autocast_mode.h)."""
+    """Casts a floating-point tensor to autocast's 16-bit dtype, as autocast does for attention
+    (AT_FORALL_LOWER_PRECISION_FP in ATen/autocast_mode.h). A no-op if autocast is disabled."""
     if tensor is None or not tensor.is_floating_point() or not torch.is_autocast_enabled("cpu"):
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))
@@ -86,7 +87,7 @@ def _call(
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: AttentionCall, scale: float | None) -> Tensor:
-    """Calls flash attention. Pads head sizes to a multiple of 8, as pad_last_dim in attention.cpp does."""
+    """Calls flash attention, and pads the head size to a multiple of 8, as pad_last_dim in attention.cpp does."""
     short = -call.head % 8
     padded = [F.pad(t, (0, short)) if short else t for t in (query, key, value)]
     out = ATTENTION_FLASH(*padded, call.dropout, call.causal, scale=scale)[0]
@@ -97,8 +98,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: None, call: Attentio
 def _efficient(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall, scale: float | None
 ):
-    """Calls memory-efficient attention. Pads the last dimension of a mask to a multiple of 8, as preprocess_mask in
-    attention.cpp does."""
+    """Calls memory-efficient attention. The mask is stored with a last dimension padded to a multiple of 8, as
+    preprocess_mask in attention.cpp does."""
     if mask is not None:
         short, shape = -mask.shape[-1] % 8, (*query.shape[:3], key.shape[2])
         mask = (F.pad(mask, (0, short))[..., : mask.shape[-1]] if short else mask).expand(shape)
@@ -138,9 +139,9 @@ def _up(size: int, multiple: int) -> int:
 
 def flash_scratch(query: Tensor, key: Tensor) -> list[int]:
     """Returns the bytes of the temporary tensors in the backward of flash attention, as mha_bwd in
-    cuda/flash_attn/flash_api.cpp allocates them: the gradient of the query in fp32, and a sum for each row. Grouped
-    heads also need the gradients of keys and values for every query head, in the query's dtype, before these gradients
-    are summed."""
+    cuda/flash_attn/flash_api.cpp allocates them: the gradient of the query and a sum for each row, both in fp32. With
+    grouped heads, the kernel first computes the gradients of keys and values for every query head, in the query's
+    dtype, and sums them later."""
     batch, heads, tokens, size = query.shape
     padded, rows = _up(size, 8), _up(tokens, 128)
     expanded = query.element_size() * batch * heads * key.shape[-2] * padded
@@ -152,10 +153,10 @@ def efficient_scratch(query: Tensor) -> list[int]:
     """Returns the bytes of the temporary tensors in the backward of memory-efficient attention, as
     _efficient_attention_backward in cuda/attention_backward.cu allocates them: a sum for each row, and a workspace.
 
-    The workspace is workspace_size of cuda/mem_eff_attention/kernel_backward.h, for the largest tiles that a card may
-    use. It has the gradient of the query in fp32, and for 16-bit heads larger than 64 also the gradients of keys and
-    values for each split of the rows. The fp32 product from which the sums are computed is not counted, because the
-    workspace is at least as large.
+    The size of the workspace is workspace_size in cuda/mem_eff_attention/kernel_backward.h, for the largest tiles that
+    a card may use. It contains the gradient of the query in fp32. With a 16-bit dtype and a head size above 64, it also
+    contains the gradients of keys and values for each split of the rows. The sums are computed from an fp32 product,
+    which is not counted, because the workspace is at least as large.
     """
     batch, heads, tokens, size = query.shape
     many = 4 * batch * heads
@@ -168,8 +169,8 @@ def efficient_scratch(query: Tensor) -> list[int]:
 
 def cudnn_scratch(query: Tensor, key: Tensor) -> list[int]:
     """Returns the bytes of the temporary tensors in the backward of cuDNN attention, as CompositeSDPABackwardNode of
-    cudnn-frontend allocates them: the gradient of the query and a sum for each row, in fp32. With grouped heads, cuDNN
-    is assumed to need as much additional memory as flash."""
+    cudnn-frontend allocates them: the gradient of the query and a sum for each row, both in fp32. With grouped heads,
+    cuDNN is assumed to need the same additional memory as flash attention."""
     batch, heads, tokens, size = query.shape
     expanded = query.element_size() * batch * heads * key.shape[-2] * size
     summed = 4 * batch * heads * tokens

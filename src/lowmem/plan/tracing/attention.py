@@ -1,12 +1,12 @@
 """Predicts which attention kernel torch selects on a card, for any dtype, compute capability and head size. `attend.py`
 traces the memory of the predicted kernel.
 
-The flash, memory-efficient and cuDNN kernels save no tensor of shape (tokens, tokens). If none of these three kernels
-supports a call, torch uses the math kernel, which saves several tensors of this shape.
+The flash, memory-efficient and cuDNN kernels save no tensor with (tokens, tokens) elements per head. If none of these
+three kernels supports a call, torch uses the math kernel, which saves several tensors of this size.
 
 CPU builds of torch lack the code that selects a CUDA kernel, so this module implements the rules of torch 2.11 to 2.13.
-The rules are in aten/src/ATen/native/transformers, in cuda/sdp_utils.cpp and sdp_utils_cpp.h; rules in other files are
-marked with the file's name. On a card, tests/plan/test_attention.py compares the predictions with
+torch's rules are in cuda/sdp_utils.cpp and sdp_utils_cpp.h (in aten/src/ATen/native/transformers); comments name the
+file of rules from elsewhere. On a card, tests/plan/test_attention.py compares the predictions with
 `torch._fused_sdp_choice`. On an H200 with torch 2.11, all predictions agreed.
 """
 
@@ -17,12 +17,12 @@ import torch
 FLASH, EFFICIENT, CUDNN, MATH = "flash", "efficient", "cuDNN", "math"
 LATER_THAN_2_11 = torch.__version__ >= (2, 12)
 SHORT = (torch.float16, torch.bfloat16)
-SUPPORTED = 12.1  # newest compute capability that fused kernels support: check_sm_version, cutlassB.h
-# Compute capabilities for which torch prefers cuDNN (check_prefer_cudnn_attention), if cuDNN is newer than 9.15, as in
-# torch's wheels for CUDA 13. With the older cuDNN of wheels for CUDA 12, torch uses flash, which needs about as much
-# memory.
+SUPPORTED = 12.1  # newest compute capability that the fused kernels support (check_sm_version, cutlassB.h)
+# Compute capabilities for which torch prefers cuDNN (check_prefer_cudnn_attention) if cuDNN is newer than 9.15, as in
+# torch's wheels for CUDA 13. With the older cuDNN in wheels for CUDA 12, torch uses the flash kernel. Both kernels need
+# about the same memory.
 PREFER_CUDNN = (9.0, 10.0, 10.3)
-# dtype -> override to suggest, in order of preference
+# dtype -> override that makes attention compute in this dtype; the most preferred override comes first
 COMPUTES_IN = {torch.bfloat16: "precision=bf16", torch.float16: "precision=16", torch.float32: "precision=32"}
 
 
@@ -35,9 +35,9 @@ class AttentionCall:
         head: head size of query and key.
         value: head size of value.
         grouped: whether several query heads share a key and value head.
-        square: whether there are as many keys as queries.
-        trains: whether a gradient is needed.
-        plain: whether all tensors have four dimensions, the last of which is contiguous.
+        square: whether the number of keys is equal to the number of queries.
+        trains: whether the call needs a backward pass.
+        plain: whether query, key and value have four dimensions, the last of which is contiguous.
     """
 
     dtype: torch.dtype
@@ -61,8 +61,8 @@ def kernel(call: AttentionCall, capability: float) -> str:
 
 
 def _flash(call: AttentionCall, capability: float) -> bool:
-    """Returns whether flash attention supports the call, as can_use_flash_attention does. Head sizes up to 256 need not
-    be a multiple of 8, because torch pads them (attention.cpp)."""
+    """Returns whether flash attention supports the call, as can_use_flash_attention does. The head size need not be a
+    multiple of 8, because torch pads it (attention.cpp)."""
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED or call.mask:  # check_for_attn_mask
         return False
     if call.head != call.value or call.head > 256 or (call.causal and not call.square):
@@ -75,9 +75,9 @@ def _flash(call: AttentionCall, capability: float) -> bool:
 
 def _efficient(call: AttentionCall, capability: float) -> bool:
     """Returns whether memory-efficient attention supports the call, as can_use_mem_efficient_attention does. Up to
-    torch 2.14, check_batch_size_and_num_heads_dense refuses grouped heads. Later versions may accept grouped heads, but
-    this has not been tested on a card. So this function returns False for grouped heads in all versions, and the
-    prediction is the math kernel, which needs more memory."""
+    torch 2.14, check_batch_size_and_num_heads_dense refuses grouped heads. Later versions may accept them, but this has
+    not been tested on a card. So for grouped heads this function returns False with any version of torch: in doubt, the
+    math kernel is predicted, which needs more memory."""
     dtypes = (torch.float32, *SHORT) if capability >= 8.0 else (torch.float32, torch.float16)
     if call.dtype not in dtypes or not 5.0 <= capability <= SUPPORTED or call.grouped:
         return False
@@ -93,10 +93,13 @@ def _alignment(dtype: torch.dtype, capability: float) -> int:
 
 
 def _cudnn(call: AttentionCall, capability: float) -> bool:
-    """Returns whether cuDNN attention supports the call, as can_use_cudnn_attention does. torch 2.11 accepts any
-    dropout, and heads of up to 256 for compute capability 9.0. Later versions accept only dropout of a multiple of 1/16
-    (check_cudnn_dropout). With a newer cuDNN, later versions also accept heads of up to 256. For heads above 128 this
-    function returns False nevertheless, because flash needs about as much memory."""
+    """Returns whether cuDNN attention supports the call, as can_use_cudnn_attention does.
+
+    torch 2.11 accepts any dropout probability, and for compute capability 9.0 head sizes up to 256. Later versions
+    accept only a dropout probability that is a multiple of 1/16 (check_cudnn_dropout). With a newer cuDNN, they also
+    accept head sizes up to 256, but for head sizes above 128 this function still returns False: the flash kernel, which
+    is predicted instead, needs about the same memory.
+    """
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
         return False
     if call.dropout * 16 % 1 and LATER_THAN_2_11:
@@ -106,8 +109,8 @@ def _cudnn(call: AttentionCall, capability: float) -> bool:
 
 
 def advice(call: AttentionCall, capability: float) -> str | None:
-    """Returns a sentence that says why torch uses the math kernel, and which override avoids the kernel or its memory.
-    None: torch does not use the math kernel for the call."""
+    """Returns a sentence that says why torch uses the math kernel, and which override avoids the kernel or reduces its
+    memory. None: torch does not use the math kernel for the call."""
     if kernel(call, capability) != MATH:
         return None
     obstacles = [f"heads of {call.head} in {str(call.dtype).removeprefix('torch.')}"]

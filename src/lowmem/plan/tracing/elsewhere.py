@@ -1,8 +1,8 @@
-"""Traces a run in a separate process. In a run on several devices, rank 0 uses this module to predict the memory,
-because a process that belongs to a process group cannot simulate ranks (`one_rank.py`).
+"""Traces a run in a separate process. When a run on several devices starts, rank 0 uses this module to predict the
+memory, because a process that belongs to a process group cannot simulate ranks (`one_rank.py`).
 
-The process is a new Python interpreter and not a fork: forking a process with threads can hang, and a process that uses
-CUDA must not be forked.
+The process is a new Python interpreter and not a fork: a fork of a process with threads can hang, and a forked process
+cannot use CUDA if its parent has used it.
 """
 
 import os
@@ -18,14 +18,14 @@ from lowmem.system.without_gc import undisturbed
 
 
 class NotTraced(Exception):
-    """The separate process did not trace the run."""
+    """The separate process ended without a trace."""
 
 
 def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:
-    """Calls `trace` in a separate process, and returns its result. All blocks of the model are traced.
+    """Calls `trace` in a separate process, with all blocks of the model, and returns the result.
 
     Raises:
-        NotTraced: the separate process failed.
+        NotTraced: the separate process failed, for example because the model cannot be traced.
         Refused: `trace` raised it in the separate process.
     """
     done = subprocess.run(
@@ -44,8 +44,8 @@ def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, ra
 
 
 def main() -> None:
-    """Runs in the separate process: reads a pickled run from stdin, traces the run, and writes the pickled trace to
-    stdout, or the `Refused` that `trace` raised."""
+    """Runs in the separate process: reads a pickled run and arguments of `trace` from stdin, calls `trace`, and writes
+    the pickled result to stdout. The result is the trace, or the `Refused` that `trace` raised."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that libraries print must not be mixed with the answer
     values, *others = pickle.load(sys.stdin.buffer)

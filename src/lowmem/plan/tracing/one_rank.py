@@ -1,9 +1,9 @@
 """Simulates one rank of a run on several devices in a single process: the rank's strategy runs over torch's fake
 process group.
 
-The fake process group sends nothing, and does not change the tensors into which a rank receives. This is sufficient for
-fake tensors, because all buffers of a collective are allocated as in a run. Only one rank computes, so a trace takes as
-long for 512 devices as for two devices. Source: torch/testing/_internal/distributed/fake_pg.py.
+The fake process group sends nothing, and does not write into the tensors that receive data. This is sufficient for fake
+tensors: they have no values, and all buffers of a collective are allocated as in a run. Only one rank computes, so a
+trace takes about the same time for 512 devices as for two. Source: torch/testing/_internal/distributed/fake_pg.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +28,10 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 @contextmanager
 def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
     """Context manager that joins a fake process group as one rank, and yields the strategy of this rank. For a run on
-    one device, yields `OneDevice()`. Args: run: resolved settings; rank: 0 to run.devices - 1.
+    one device, only yields `OneDevice()`. Args: run: resolved settings; rank: 0 to run.devices - 1.
 
     Raises:
-        Refused: this process belongs to a running process group.
+        Refused: the run has several devices, and this process already belongs to a process group.
     """
     if not run.several:
         yield OneDevice()
@@ -50,7 +50,7 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
         with (
             patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),
             patch.object(load_in_parts, "shard_and_send", _laid_out),
-            patch.object(TensorParallel, "_compare", lambda *_: None),  # compares values of weights
+            patch.object(TensorParallel, "_compare", lambda *_: None),  # the original compares values of weights
             patch.object(DeviceMesh, "__init__", _with_numbers),
         ):
             yield ranks
@@ -69,7 +69,7 @@ _mesh = DeviceMesh.__init__
 
 def _with_numbers(mesh: DeviceMesh, *args, **kwargs) -> None:
     """Replaces the constructor of DeviceMesh: calls the original constructor outside of the fake tensor mode, because
-    the constructor reads the values of a tensor of ranks."""
+    it reads the values of a tensor of rank numbers."""
     with unset_fake_temporarily():
         _mesh(mesh, *args, **kwargs)
 
@@ -78,9 +78,9 @@ _init = DistributedDataParallel.__init__
 
 
 def _reduces_without_numbers(ddp: DistributedDataParallel, *args, **kwargs) -> None:
-    """Replaces the constructor of DDP: leaves out the parts of DDP's C++ code that read values. These parts compare the
-    weights of ranks, read the results of collectives, and rebuild the buckets in the order in which gradients became
-    ready. Rebuilding would not change the total bytes of the buckets."""
+    """Replaces the constructor of DDP, to avoid the parts of DDP's C++ code that read values. These parts compare the
+    weights of the ranks, read the results of collectives, and rebuild the buckets in the order in which gradients
+    become ready. Rebuilding would not change the total bytes of the buckets."""
     _init(ddp, *args, **kwargs | {"init_sync": False})
     ddp.register_comm_hook(None, _sent)
     ddp.reducer = InThisOrder(ddp.reducer)

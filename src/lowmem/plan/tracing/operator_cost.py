@@ -1,5 +1,5 @@
-"""Counts the FLOPs of an operator, and the bytes that the operator reads and writes. `cost/machine.py` estimates the
-seconds of an operator from both."""
+"""Counts the FLOPs of an operator, and the bytes that the operator reads and writes. From these two numbers,
+`cost/machine.py` estimates how many seconds the operator takes."""
 
 from functools import cache
 from math import prod
@@ -23,7 +23,7 @@ from lowmem.system.torch_private import (
 class Work(NamedTuple):
     """The work of one operator."""
 
-    dtype: torch.dtype  # dtype of the first tensor that the operator reads, such as a factor of a matrix product
+    dtype: torch.dtype  # dtype of the first tensor that the operator reads, or else of the first that it writes
     flops: int  # FLOPs of matrix products, convolutions and attention; 0 for all other operators
     moved: int  # bytes read plus bytes written; a tensor that is read and changed in place counts twice
 
@@ -64,8 +64,8 @@ def _tensors(value: object) -> list[Tensor]:
 def _bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's elements in memory. Elements that an expanded dimension repeats count once.
 
-    The bytes follow from shape and strides, not from the size of the storage, because `shapes.py` caches work by shape
-    and strides.
+    The result depends on shape, strides and dtype, and not on the size of the storage, because `shapes.py` caches work
+    by shape, strides and dtype.
     """
     distinct = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return min(distinct, tensor.numel()) * tensor.element_size()
@@ -78,7 +78,7 @@ def _allocates(func: OpOverload) -> bool:
 
 @cache
 def _touched(func: OpOverload) -> tuple[list[str], Touched]:
-    """Returns the names of all arguments of an operator in order, and the names of the arguments that it reads and
+    """Returns the names of all arguments of an operator in order, and which of these arguments the operator reads and
     changes."""
     name = schema(func).name.split("::")[1]
     arguments = schema(func).arguments
@@ -96,8 +96,8 @@ _OVERWRITE = ("copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bern
 
 
 def _attention(query: Tensor, key: Tensor, *_, **__) -> int:
-    """Returns the FLOPs of attention: two matrix products of T x T x D for each head of (B, heads, T, D). A causal mask
-    does not reduce the count."""
+    """Returns the FLOPs of attention: for each head, two matrix products of (queries x keys x head size), with 2 FLOPs
+    per multiply-add. A causal mask does not reduce the count."""
     b, heads, t, d = query.shape
     return 4 * b * heads * t * key.shape[-2] * d
 
@@ -116,7 +116,8 @@ def _grouped_products(a: Tensor, b: Tensor, *_, **__) -> int:
     return 2 * each * rows * inner * columns
 
 
-# torch has no formulas for these operators. Attention has the same formula for all kernels, on a card and on a CPU.
+# Formulas for attention replace torch's own for all kernels, because torch has none for the CPU kernels. For grouped
+# products torch has no formula.
 _COUNTS = {
     **dict.fromkeys(ATTENTION, _attention),
     **dict.fromkeys(ATTENTION_BACKWARD, _attention_backward),

@@ -1,10 +1,11 @@
-"""The memory meter of a traced run: records every allocation and release of the traced window and evaluation, and the
-place in the model where it happened.
+"""The memory meter of a traced run: records every allocation and release in the traced window and evaluation. In the
+window, it also records the place in the model.
 
 A place is a phase and a position: "start" (before the first block), "first" (in the first block), "middle", "last", or
 "end" (after the last block). For example, backward begins at "backward end", in the head and the loss. With
 weights.order=by_layer, the first micro-batch is in backward while the other micro-batches still run the forward pass of
-the last block: this place is "backward beside last". An evaluation is a single place.
+the last block: this place is "backward beside last". The optimizer step is the single place "step start", and an
+evaluation is a single place, too.
 """
 
 from collections.abc import Mapping
@@ -27,13 +28,13 @@ class Recording(NamedTuple):
 
     points: list[Point]  # live bytes before the first event and after each event
     events: list[tuple[int, int]]  # allocations and releases on the device: (storage serial, bytes; negative: release)
-    existing: int  # number of leading `events` that allocate tensors from before the window
+    existing: int  # number of leading `events` that stand for tensors from before the recording
     pinned: list[int]  # bytes of each activation in host memory
 
 
 class Recorder(MemoryMeter):
     """A `MemoryMeter` that keeps all events of one window and one evaluation. Args: file: the csv file of the meter;
-    before: number of windows before the window to record."""
+    before: number of windows that are not recorded before the recorded window."""
 
     tracker = ToldTracker
 
@@ -42,13 +43,13 @@ class Recorder(MemoryMeter):
         self.before = before
         self.recordings: list[Recording] = []  # of the window, and then of the evaluation
         self.marks: list[tuple[int, str]] = []  # (index of an event in the window, place that begins there)
-        self.begins: dict[str, int] = {}  # place -> index of its first event in the window's `Recording.events`
-        # bytes before training: of the weights on the device, and of all tensors in host memory
+        self.begins: dict[str, int] = {}  # place -> index in the window's `Recording.events` where it first begins
+        # bytes before the first window: of the weights on the device, and of all tensors in host memory
         self.weights = self.host_bytes = 0
 
     def mark_blocks(self, model: nn.Module) -> None:
-        """Registers hooks on the blocks that mark the places of the window: the first block, the last block, and the
-        blocks between them. A no-op for a model without a stack of blocks."""
+        """Registers hooks on the blocks. The hooks mark the places of the window: the first block, the last block, and
+        the blocks between them. A no-op for a model without a stack of blocks."""
         stack = stack_of(model)
         if not stack:
             return
@@ -90,7 +91,8 @@ class Recorder(MemoryMeter):
         self.weights, self.host_bytes = self.ledger.bytes()["weights"], sum(self.ledger.bytes("host").values())
 
     def _points(self, tracker: StorageTracker) -> list[Point]:
-        """Returns all points of the timeline. (The base class leaves out points, but `marks` are indices of events.)"""
+        """Returns all points of the timeline. (The base class thins the timeline, but `marks` are indices of events, so
+        no point may be missing.)"""
         return list(tracker.timeline())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
@@ -106,18 +108,18 @@ class Recorder(MemoryMeter):
 
 
 def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -> dict[str, Point]:
-    """Returns place -> the point with the most device bytes. Its `host_bytes` are replaced by the `host_bytes` of the
-    point with the most host bytes.
+    """Returns place -> the point of this place with the most device bytes. Its `host_bytes` are replaced:
 
-    On a CPU, device and host share one memory, and the sum of device and host bytes may be highest at another point
-    than the device bytes. So on a CPU, each category of `host_bytes` has the device and host bytes of the point with
-    the highest sum, minus the device bytes of the returned point. Then device and host bytes of the returned point add
-    up to the highest sum.
+    - On a card, by the `host_bytes` of the place's point with the most host bytes.
+    - On a CPU, device and host share one memory, and the sum of device and host bytes may be highest at a different
+      point. So the replaced `host_bytes` are, in each category, the device and host bytes at the point with the highest
+      sum, minus the device bytes of the returned point. Then the device and host bytes of the returned point add up to
+      the highest sum.
 
     Args:
         points: the points of a `Recording`.
         marks: the marks of the `Recorder`. If empty, each phase is one place.
-        on_card: True: the run is planned for a card, whose memory is separate.
+        on_card: True: the run is planned for a card; False: for a CPU.
     """
     starts = [start for start, _ in marks[1:]] + [len(points)]
     places: dict[str, list[Point]] = {}
@@ -131,8 +133,8 @@ def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -
 
 
 def of_phases(places: Mapping[str, Point], on_card: bool) -> dict[str, Point]:
-    """Returns phase -> the highest point of its places, with `host_bytes` as in `by_place`. Args: places: the result of
-    `by_place`."""
+    """Returns phase -> the point with the most device bytes among its places, with `host_bytes` as in `by_place`. Args:
+    places: the result of `by_place`."""
     phases: dict[str, list[Point]] = {}
     for place, point in places.items():
         phases.setdefault(place.split()[0], []).append(point)

@@ -1,9 +1,10 @@
 """Defines the fake tensor mode of traced runs: operators return tensors with a shape and a storage, but without memory.
 
-torch's FakeTensorMode infers the outputs of an operator from the shapes of its arguments. Calls with equal shapes recur
-in every block, for every parameter of the same shape, and in every trace of a search. So `ShapeMode` caches the outputs
-by operator and shapes; creating outputs from the cache takes a sixth of the time. Some calls are not cached: for
-example if an argument is a constant tensor, if the output shapes depend on values, or if the call resizes an argument.
+torch's FakeTensorMode infers the outputs of an operator from the shapes of its arguments. The same operators are called
+with the same shapes in every similar block, for every parameter of one shape, and in every trace of a search. So
+`ShapeMode` caches descriptions of the outputs by operator and argument shapes; creating outputs from these descriptions
+takes a sixth of the time of shape inference. Some calls are not cached: for example if an argument is a constant
+tensor, if the output shapes depend on values, or if the call resizes an argument.
 """
 
 from collections import Counter
@@ -35,11 +36,11 @@ from lowmem.system.torch_private import (
     tree_leaves,
 )
 
-# Number of traced experts of a mixture that calls its experts one by one. Three are enough to trace all kinds of
-# gradient sums: two gradients are added, and then a gradient is added to a sum.
+# Number of experts that are traced if a mixture calls its experts one by one. Three experts are enough to trace both
+# kinds of gradient sums: two gradients are added, and then a gradient is added to a sum.
 EXPERTS = 3
-# Maximum number of operators per micro-batch: four times the number in GPT-2 XL. The limit ends loops that depend on
-# values, because on fake tensors such a loop might never end.
+# Maximum number of operators of a trace, per micro-batch of the traced window: four times the number for GPT-2 XL. On
+# fake tensors, a loop that depends on values might never end without this limit.
 OPERATORS = 250_000
 PLAIN = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -52,7 +53,7 @@ class TraceTooLong(Exception):
 
 
 class OutputSpec(NamedTuple):
-    """Describes a tensor that an operator returns, so that the tensor can be created again."""
+    """Describes a tensor that an operator returns. An equal tensor can be created from this description."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -64,7 +65,7 @@ class OutputSpec(NamedTuple):
 class Known(NamedTuple):
     """The cached result of an operator, for arguments of given shapes."""
 
-    makes: tuple[OutputSpec | None, ...]  # the returned tensors; an entry of None is a returned None
+    makes: tuple[OutputSpec | None, ...]  # the returned tensors; None stands for a returned None
     kind: type | None  # tuple or list if the operator returns several tensors, otherwise None
     yields: int | None  # index of the tensor argument that is changed in place and returned; None: see `makes`
     work: Work | None
@@ -75,8 +76,11 @@ _known: dict[tuple, Known] = {}  # the cache: (operator, shapes of arguments, ..
 
 class ShapeMode(LeanFakeTensorMode):
     """A fake tensor mode that counts the work of each operator, and passes outputs to memory trackers. Data-dependent
-    checks return True, and reading a number from a tensor returns a fixed number. Args: over_gloo: True: devices
-    communicate over gloo (a run on CPUs), False: over NCCL."""
+    checks return True, and reading a number from a fake tensor returns a fixed number.
+
+    Args:
+        over_gloo: True: devices communicate over gloo (a run on CPUs); False: over NCCL.
+    """
 
     def __init__(self, over_gloo: bool = False) -> None:
         super().__init__()
@@ -84,7 +88,7 @@ class ShapeMode(LeanFakeTensorMode):
         self.phase: str | None = None  # set by `Steady`; None: outside of the traced window, work is not counted
         self.work: Counter[tuple[str, Work]] = Counter()
         self.sent: Counter[tuple[str, Collective]] = Counter()  # bytes of the full tensors
-        self.operators = 0  # number of operators outside of updates (an update may call thousands per parameter)
+        self.operators = 0  # number of calls of operators, except in updates, which may call thousands per parameter
         self.micro_batches = 1  # number of micro-batches of a traced window
         self.spread = False  # whether tokens were assumed to be spread evenly over experts
         self._inside = False  # whether an operator is being computed; operators that it calls are not counted
@@ -130,7 +134,8 @@ class ShapeMode(LeanFakeTensorMode):
         return out
 
     def counting(self, phase: str, call: Callable) -> Callable:
-        """Returns a wrapper that calls a function and counts its work in `phase`, even during another phase."""
+        """Returns a wrapper that calls a function and counts its work in `phase`, even during another phase. Outside of
+        the traced window, its work is not counted."""
 
         def counted(*args, **kwargs):
             before, self.phase = self.phase, self.phase and phase  # outside of the traced window it stays None
@@ -143,16 +148,16 @@ class ShapeMode(LeanFakeTensorMode):
 
     def _used(self, mask: Tensor) -> Tensor:
         """Returns the indices that `nonzero` is assumed to find in a mask of a mixture of experts. For a mask (E,) over
-        experts: EXPERTS indices. For a mask (k, T) over tokens: an expert's share of the k * T entries, as if they were
-        spread evenly over EXPERTS experts."""
+        experts: EXPERTS indices, or E if there are fewer experts. For a mask (k, T) over tokens: 1 / EXPERTS of the
+        k * T entries, as if the entries were spread evenly over EXPERTS experts."""
         self.spread = True
         rows = min(EXPERTS, mask.numel()) if mask.dim() == 1 else -(-mask.numel() // EXPERTS)
         with self:
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
 
     def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-        """Returns the arguments of a split in which all sizes are equal (up to one token). The given `sizes` were read
-        from values that fake tensors lack."""
+        """Returns the arguments of a split into equal sizes (up to one token). The given `sizes` cannot be used: the
+        model read them from a tensor, and fake tensors have no values."""
         self.spread = True
         share, more = divmod(tokens.shape[dim], len(sizes))
         return tokens, [share + (i < more) for i in range(len(sizes))], dim
@@ -197,22 +202,22 @@ class ShapeMode(LeanFakeTensorMode):
 
     def _experts(self, func, types, args: tuple, kwargs: dict) -> Tensor:
         """Computes the grouped matrix products of experts in bf16, because torch's shape inference supports only bf16.
-        The result has the dtype of the arguments."""
+        The result has the dtype of the first argument."""
         a, b, *rest = args
         with self:
             return func(a.bfloat16(), b.bfloat16(), *rest, **kwargs).to(a.dtype)
 
 
 def _is_real(args: tuple) -> bool:
-    """Returns True if a call has tensor arguments and all of them have real values, such as the tensor of ranks of a
-    device mesh."""
+    """Returns True if a call has tensor arguments, and none of these tensors is fake. An example is the tensor of ranks
+    of a device mesh."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(type(tensor) is Tensor for tensor in tensors)
 
 
 def _noted(values, key: list, tensors: list[Tensor]) -> bool:
-    """Appends a description of each argument to the cache key, and each tensor to `tensors`. Returns: False if the call
-    cannot be cached."""
+    """Appends a description of each argument to the cache key, and each fake tensor to `tensors`. Returns: False if the
+    call cannot be cached."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -234,7 +239,8 @@ def _noted(values, key: list, tensors: list[Tensor]) -> bool:
 
 
 def _as_known(func: OpOverload, tensors: list[Tensor], out: object, work: Work | None) -> Known | None:
-    """Returns the cache entry of a call. None: the result cannot be created again from the shapes of the arguments."""
+    """Returns the cache entry of a call. None: the call must not be cached, because its result could not be created
+    again from the shapes of the arguments."""
     if func.namespace != "aten" or {*func.tags} & NOT_BY_SHAPE:
         return None
     if schema(func).is_mutable:

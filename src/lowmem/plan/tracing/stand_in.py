@@ -1,11 +1,11 @@
-"""Replaces an optimizer that cannot step fake tensors by a stand-in that allocates as much memory as the real
-optimizer.
+"""Replaces an optimizer that cannot step fake tensors by a stand-in, which allocates the same amount of memory as the
+real optimizer.
 
 Some optimizers, such as 8-bit optimizers, pass raw pointers to C++, CUDA or compiled code. Fake tensors have no memory
-to which a pointer could point. But the state of these optimizers, and the temporary memory of a step, take a fixed
-number of bytes per element of a parameter (a rate). To measure the rates, the real optimizer steps small real
-parameters of each role (matrix, embedding, vector): one parameter, and then two parameters. The state that the second
-parameter adds gives the rate of the state.
+to which a pointer could point. But the state of these optimizers takes a fixed number of bytes per element of a
+parameter (a rate), and so does the temporary memory of a step. To measure the rates, the real optimizer steps real
+parameters of each role (matrix, embedding, vector): first a module with one parameter, and then a module with two
+parameters. The state that the second parameter adds gives the rate of the state.
 """
 
 from collections import Counter
@@ -32,9 +32,9 @@ THRESHOLD = 4096  # parameters with fewer elements have 32-bit state in 8-bit op
 class Rate(NamedTuple):
     """Bytes of optimizer memory per element of a parameter, for one role and size of parameters."""
 
-    tensors: tuple[float, ...]  # of each tensor of the state
-    scratch: float  # of the temporary memory of a step
-    pageable: float  # of the state that CUDA pages on a card, if the parameter is large
+    tensors: tuple[float, ...]  # an entry for each tensor of the state
+    scratch: float  # temporary memory of a step
+    pageable: float  # the part of the state that CUDA pages on a card if the parameter is large
 
     @property
     def state(self) -> float:
@@ -46,8 +46,8 @@ def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimize
 
     Args:
         make: factory of the optimizer.
-        one_kernel: whether a step is a single kernel (CUDA or compiled) that allocates no temporary tensors.
-        pages: whether the run is planned for a card, where CUDA can page state.
+        one_kernel: True: the update of a parameter is a single kernel (CUDA or compiled), so `scratch` is 0.
+        pages: True: the run is planned for a card, where CUDA can page state.
     """
     with torch.compiler.set_stance("force_eager"):  # compiling takes seconds, and does not change the size of the state
         rates = {
@@ -61,11 +61,11 @@ def stand_in(make: MakeOptimizer, one_kernel: bool, pages: bool) -> MakeOptimize
 
 
 def unseen(make: MakeOptimizer) -> float:
-    """Returns the bytes per element of temporary memory inside the operators or the compiled code of an optimizer step,
-    measured in a real step.
+    """Measures the temporary memory inside the operators or the compiled code of an optimizer step, in bytes per
+    element.
 
-    The memory tracker cannot see this memory, so this function measures how much the process's resident memory grows.
-    This takes about 5 s if code has to be compiled.
+    The memory tracker cannot see this memory, so this function measures by how much the resident memory of the process
+    grows during a real step. This takes about 5 s if code has to be compiled.
     """
     probe = nn.Linear(WIDE, WIDE, bias=False)
     optimizer = make(probe)
@@ -79,13 +79,13 @@ def unseen(make: MakeOptimizer) -> float:
 
 
 class StandIn(Optimizer):
-    """An optimizer that computes no update, but allocates state and temporary memory by measured rates.
+    """An optimizer that computes no real update, but allocates state and temporary memory by measured rates.
 
     Args:
         params: parameter groups with a `role`.
-        rates: (role, True for small parameters) -> bytes per element.
-        pages: whether the run is planned for a card, where CUDA can page state. Paged state is not allocated but
-            counted in `paged`, because torch's allocator does not allocate it.
+        rates: (role, True for parameters with fewer than THRESHOLD elements) -> `Rate`.
+        pages: True: the run is planned for a card, where CUDA can page state. Paged state is only counted (`paged`) and
+            not allocated, because on a card torch's allocator does not allocate it.
     """
 
     def __init__(self, params, rates: Mapping[tuple[str, bool], Rate], pages: bool = False) -> None:
@@ -94,7 +94,7 @@ class StandIn(Optimizer):
 
     @property
     def paged(self) -> int:
-        """Returns the bytes of state that CUDA pages on a card."""
+        """Returns the bytes of state that CUDA pages; 0 for a run on a CPU."""
         return sum(state.get("paged", 0) for state in self.state.values())
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
 
     Returns:
         Bytes of each tensor of the state.
-        Bytes of temporary tensors. Temporary memory inside an operator or compiled code is not included.
+        Bytes of temporary tensors at the peak, without temporary memory inside an operator or compiled code.
         Bytes of pageable state.
     """
     optimizer = make(probe)
@@ -175,7 +175,7 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
 
 
 def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
-    """Returns the bytes of optimizer state, and of its part that CUDA can page, per element of a large matrix. Both are
-    measured in real steps."""
+    """Measures the optimizer state of a matrix in real steps. Returns: bytes of state per element; bytes of the part of
+    this state that CUDA can page, per element."""
     state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
     return sum(state) / SIDE**2, leaves / SIDE**2

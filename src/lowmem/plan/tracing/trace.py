@@ -1,20 +1,22 @@
 """Traces a run: trains one window and evaluates once on fake tensors, and records memory and work. The planner predicts
 memory and time from this trace.
 
-The run's own module, callbacks and precision plugin run under Lightning's trainer, measured by a subclass of the run's
-memory meter (`recorder.py`). Only the tensors are fake: they have a shape, a dtype and a storage whose bytes are
-counted, but no memory. So the prediction comes from the run's own code instead of formulas. Data-dependent checks, such
-as whether all gradients are finite, return True.
+The run's own module, callbacks and precision plugin run under Lightning's trainer, and a subclass of the run's memory
+meter (`recorder.py`) measures them. The tensors are fake: they have a shape, a dtype and a storage whose bytes are
+counted, but no memory. Most of the prediction therefore follows from the run's own code instead of formulas. The
+exceptions are operators that behave differently on CUDA (`as_card.py`), optimizers that cannot step fake tensors
+(`stand_in.py`), and communication between ranks (`one_rank.py`). Data-dependent checks, such as whether all gradients
+are finite, return True.
 
 The traced window may have fewer micro-batches than a window of the run:
 
 - One device: a single micro-batch represents all micro-batches. `Steady` first creates the optimizer state and
   gradients that earlier windows and micro-batches would have left.
 - Several devices: one rank is traced, and the other ranks are simulated (`one_rank.py`). Strategies keep buffers from
-  one window to the next, so another window is executed before the traced window. With gradient accumulation, both
-  windows have two micro-batches.
-- Overlapping micro-batches (weights.order=by_layer on one device, pipelines on several): the window has all
-  micro-batches of the run's largest window.
+  one window to the next, so one window runs before the traced window. With gradient accumulation, both windows have two
+  micro-batches.
+- Overlapping micro-batches (weights.order=by_layer on one device, pipelines on several devices): the window has the
+  number of micro-batches of the run's largest window.
 """
 
 import logging
@@ -71,7 +73,7 @@ from lowmem.training.module import CausalLM
 
 PACKAGE, TORCH, LIGHTNING, HYDRA = (Path(module.__file__).parent for module in (lowmem, torch, lightning, hydra))
 PYTHON = Path(os.__file__).parent
-# lowmem's frames in each operator
+# functions of lowmem through which a model calls operators; `_raised_by_a_model` skips their frames
 INSIDE_OPERATORS = ("__torch_dispatch__", ShapeMode._computed.__name__, ShapeMode._experts.__name__)
 EVENLY = (
     "the router decides how many tokens each expert gets, and the prediction assumes that tokens are spread evenly. "
@@ -81,11 +83,11 @@ EVENLY = (
 
 
 def untraceable(error: Exception) -> str:
-    """Returns the reason why a model cannot be traced, if the trace was too long, or if the model's code raised `error`
-    (usually because the code needs real values).
+    """Returns the reason why a model cannot be traced: the trace was too long, or the model's code raised `error`,
+    usually because the code needs real values.
 
     Raises:
-        error: code of lowmem, Lightning or Hydra raised it. A bug of lowmem must not look like a model that cannot be
+        Exception: `error` itself, if other code raised it. A bug in lowmem must not look like a model that cannot be
             traced.
     """
     cause = error
@@ -98,8 +100,8 @@ def untraceable(error: Exception) -> str:
 
 
 def _raised_by_a_model(error: Exception) -> bool:
-    """Returns True if the model's code raised the error: the innermost stack frame outside of torch, Python's standard
-    library and INSIDE_OPERATORS does not belong to lowmem, Lightning or Hydra."""
+    """Returns True if the model's code raised the error: some stack frames lie outside of torch, Python's standard
+    library and INSIDE_OPERATORS, and the innermost of these frames does not belong to lowmem, Lightning or Hydra."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     files = [Path(code.co_filename) for code in codes if code.co_name not in INSIDE_OPERATORS]
     callers = [file for file in files if TORCH not in file.parents and not _of_python(file)]
@@ -115,16 +117,16 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
     Args:
         run: resolved settings, with a number for batch_size.
-        on_card: trace the memory of a run on CUDA, even on a machine without CUDA.
+        on_card: True: trace the memory of a run on CUDA, even on a machine without CUDA; False: of a run on a CPU.
         depth: number of blocks of the traced model; None: all blocks.
         capability: the card's compute capability; None: see `as_card.kernels`.
         rank: the rank to trace if the run has several devices.
 
     Raises:
-        Refused: train.py would refuse the run, too, or this process belongs to a process group and cannot simulate
-            ranks.
+        Refused: train.py would also refuse the run; or the run has several devices, and this process belongs to a
+            process group, so it cannot simulate ranks.
         Exception: the model's code needs real values, or the trace is too long. `untraceable` distinguishes these
-            errors from a bug of lowmem.
+            errors from a bug in lowmem.
     """
     run = _here(run)
     config = of_depth(model.describe(run, plans=True).grown, depth)
@@ -204,8 +206,8 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
 
 def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict[int, int]:
-    """Returns the cuBLAS workspaces that the run's first window allocates: index of an event in the traced window,
-    before which the workspace is allocated -> bytes."""
+    """Returns the cuBLAS workspaces that the run's first window allocates: index of an event of the traced window ->
+    bytes of the workspace that is allocated just before this event."""
     existing, begins = recorder.recordings[0].existing, recorder.begins
     forward = begins.get("forward first", begins.get("forward start", existing))
     places = forward - existing, begins.get("backward end", forward) - existing
@@ -214,10 +216,10 @@ def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict
 
 @contextmanager
 def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[None]:
-    """Context manager that fixes the number of documents per packed row. A run counts the documents from the values of
-    the positions, which fake tensors lack. If attention is computed document by document, each row is assumed to have
-    two documents. If one kernel call computes all documents, each row is assumed to have one document, because the
-    bytes that the call saves do not depend on the number."""
+    """Context manager that fixes the number of documents per packed row. A run derives this number from the values of
+    the positions, but fake tensors have no values. If attention is computed document by document, each row is assumed
+    to have two documents. If one kernel call computes all documents, each row is assumed to have one document: the
+    bytes that the call saves do not depend on the number of documents."""
     at_once = on_card and run.product_bytes == 2 and (capability is None or capability >= 8.0)
     number = 1 if at_once else 2
 
@@ -234,15 +236,15 @@ def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[No
 
 
 def _here(run: Run) -> Run:
-    """Returns a copy of the run for the trace, with cpu as `device` and as the device of the precision, because fake
-    tensors are on the CPU. The copy uses no drive."""
+    """Returns a copy of the run for the trace, without a drive. `device` and the device of the precision are cpu,
+    because fake tensors are on the CPU."""
     precision = {"precision": {"device": "cpu"}} if "device" in run.precision.arguments else {}
     in_memory = {"weights": {"drive": None}} if run.drive_folder is not None else {}
     return run.knowing(device="cpu", **precision, **in_memory)
 
 
 def _module(run: Run, config: PretrainedConfig, make: MakeOptimizer, ranks: OneDevice) -> CausalLM:
-    """Builds the run's own module with fake tensors. Weights are neither initialized nor moved between devices."""
+    """Builds the run's own module with fake tensors, without initializing weights or moving them between devices."""
     described = model.Described(run.model, config).at_random
     where = patch.object(nn.Module, "to", lambda module, *_, **__: module)  # peft moves adapters
     with where, patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
@@ -270,7 +272,7 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
 
 
 def _of_shard(module: CausalLM) -> dict:
-    """Returns the fields of a `Trace` with the sizes of this rank's shard of the model."""
+    """Returns field of `ModelSizes` -> value, for the sizes of this rank's shard of the model."""
     own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
     return {
         "trained_parameters": sum(p.numel() for p in own),
@@ -290,8 +292,8 @@ def _blocks(model: nn.Module) -> tuple[int, int]:
 
 
 def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
-    """Reduces a config to the first `depth` blocks, in place, including lists with one value per block, and returns the
-    config. With None, the config does not change."""
+    """Changes a config in place to a model of the first `depth` blocks, and returns the config. Lists with one value
+    per block are shortened, too. With None, the config does not change."""
     if depth is not None:
         for key, value in vars(config).items():
             if isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -301,11 +303,11 @@ def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
 
 
 def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
-    """Returns a factory of an optimizer that can step fake tensors, and the bytes per element of temporary memory
-    inside the real optimizer's operators (0.0 if its operators can be traced)."""
+    """Returns a factory of an optimizer that can step fake tensors, and the temporary memory inside the real
+    optimizer's operators, in bytes per element (0.0 if its operators can be traced or need no such memory)."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
     if run.technique("optim").steps_by is None:
-        # CUDA kernels need no temporary memory. Compiled code is assumed to need as much as on a CPU.
+        # CUDA kernels need no temporary memory. Compiled code is assumed to need the same amount on a card as on a CPU.
         if compiled or run.masters or not on_card:
             scratch = _once(unseen, run, make)
         make = _once(stand_in, run, make, on_card or compiled, on_card)
@@ -316,8 +318,8 @@ _probed: dict[tuple, object] = {}  # cache: (probe function, optimizer, argument
 
 
 def _once(probe: Callable, run: Run, make: MakeOptimizer, *more: object) -> object:
-    """Returns the result of a probe function for the run's optimizer (cached). Probes execute real optimizer steps,
-    which take time, and give equal results in every trace."""
+    """Returns the result of a probe function for the run's optimizer (cached). A probe executes real optimizer steps,
+    which takes time, and returns the same result for every trace."""
     key = (probe, str(run.optim.plain()), *more)
     if key not in _probed:
         _probed[key] = probe(make, *more)
@@ -336,19 +338,18 @@ def quietly() -> Iterator[None]:
 
 
 class Steady(Callback):
-    """Before the traced window, creates the tensors that earlier windows and micro-batches of a run would have left:
-    the optimizer state, with gradient accumulation the gradients of an earlier micro-batch, and with host masters the
-    host's sums of gradients.
+    """Creates the tensors that earlier windows and micro-batches of a run would have left before the traced window: the
+    optimizer state, the gradients of an earlier micro-batch (with gradient accumulation), and the host's sums of
+    gradients (with host masters).
 
-    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. `Steady`
-    comes after all other callbacks except the callbacks of the loss, because the work of the loss's callbacks is
-    counted, too.
+    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. Only the
+    callbacks of the loss come after `Steady` in the trainer's list, because their work is also counted.
 
     Args:
         mode: the fake tensor mode, which counts work by phase.
         run: the settings.
-        before: number of windows that are executed before the traced window. If not 0, these windows create the
-            tensors.
+        before: number of windows that run before the traced window. If it is not 0, these windows create the tensors,
+            and `Steady` creates none.
     """
 
     def __init__(self, mode: ShapeMode, run: Run, before: int) -> None:
@@ -367,8 +368,8 @@ class Steady(Callback):
             module.optimizer.mark_used(self.early)  # as after the optimizer step of a previous window
 
     def _count(self, optimizer: WindowOptimizer) -> None:
-        """Wraps methods of the optimizer so that gradient sums, gradient norms and updates are counted in the phases
-        "sum", "step" and "update", even inside backward."""
+        """Wraps methods of the optimizer so that the phases "sum", "step" and "update" count the work of gradient sums,
+        gradient norms and updates, even inside backward."""
         counting, clip = self.mode.counting, optimizer.clip
 
         def clipped(*args) -> None:
@@ -388,9 +389,9 @@ class Steady(Callback):
             optimizer.step_one = counting("update", optimizer.step_one)
 
     def _one_of_a_kind(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
-        """Returns a replacement for `weight.step` that saves time: it steps only the first weight of a kind (streamed
-        or not, shape, dtypes, optimizer options, clipping and phase). For each further weight of the kind, it counts
-        the work of the first weight again. Args: known: kind -> work."""
+        """Returns a replacement for `weight.step` that saves time: it steps only the first weight of each kind
+        (streamed or not, shape, dtypes, optimizer options, clipping and phase). For every other weight of a kind, it
+        counts the work of the first weight again. Args: known: kind -> work; filled by the replacement."""
         step = weight.step
 
         def stepped(optimizer: HostOptimizer, asked: Step) -> None:
@@ -407,9 +408,9 @@ class Steady(Callback):
         return stepped
 
     def _step_all(self, module: LightningModule) -> None:
-        """Creates the optimizer state of every parameter, as after a first step. Steps only two parameters of each
-        kind, and gives the other parameters of the kind state of the same sizes (`another`). Steps every parameter if
-        the precision stores further tensors on the device (`device_tensors`)."""
+        """Creates the optimizer state of every trained parameter, as a first step does. Of each kind (parameter group,
+        shape, stride and dtype), steps only two parameters, and gives the other parameters state of the same sizes
+        (`another`). Steps every parameter if the precision stores further tensors on the device (`device_tensors`)."""
         optimizer, masters = module.optimizer, {} if module.masters is None else module.masters.masters
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         kinds: dict[tuple, list[Tensor]] = {}
@@ -459,8 +460,8 @@ class Steady(Callback):
 
 
 def another(first: object, second: object) -> object:
-    """Returns optimizer state for a third parameter, built from the states of two parameters. A tensor that both
-    parameters share is also shared with the third parameter; all other tensors are new."""
+    """Returns optimizer state for a third parameter, built from the states of two parameters. The third parameter
+    shares each tensor that the first two parameters share; all other tensors are new."""
     if isinstance(second, Tensor):
         return second if storage_key(second) == storage_key(first) else torch.empty_like(second)
     if isinstance(second, dict):
@@ -471,7 +472,7 @@ def another(first: object, second: object) -> object:
 
 
 class Windows:
-    """A training loader that yields the same window forever."""
+    """A training loader that yields a single window forever."""
 
     def __init__(self, micro_batches: list[MicroBatch]) -> None:
         tokens = sum(micro_batch.labels.numel() for micro_batch in micro_batches)

@@ -16,21 +16,21 @@ from lowmem.plan.tracing.traffic import Collective
 
 @dataclass
 class ModelSizes:
-    """Sizes of a rank's share of the model, and where its tensors are."""
+    """Sizes of the traced rank's shard of the model, and where its tensors are."""
 
-    steps_on_host: bool  # whether masters are in host memory, where the optimizer updates them
-    waits_on_host: bool  # whether a strategy uses CPU offload: weights, gradients and state are in host memory
+    steps_on_host: bool  # whether masters are in host memory, and the optimizer updates them there
+    waits_on_host: bool  # whether the strategy uses CPU offload: weights, gradients and state are in host memory
     trained_parameters: int  # elements of all trained parameters
     largest_trained: int  # elements of the largest trained parameter
-    trained_in_blocks: int  # elements of trained parameters in blocks
+    trained_in_blocks: int  # elements of trained parameters in blocks; not divided by the number of shards
     gradients: int  # bytes of the gradients of all trained parameters, in the dtype in which backward computes them
     blocks: tuple[int, int]  # (number of blocks, bytes of the largest block on the device)
     streamed: int  # bytes of the streamed weights of blocks, which are copied to the device for each pass
     outside: int  # bytes of streamed weights outside the blocks (embedding and head)
-    head: int  # bytes of the part of `outside` that is copied to the device for each pass, tile by tile
-    paged: int  # bytes of optimizer state that CUDA pages. `phases` do not include it: torch does not allocate it
+    head: int  # part of `outside`: bytes of the head, which is copied to the device for each pass, tile by tile
+    paged: int  # bytes of optimizer state that CUDA pages; not in `phases`: torch's allocator does not allocate it
     offloaded: int  # bytes of activations that the traced window offloads to host memory
-    drive: Sizes  # sizes of files and buffers of a drive; computed for streamed weights even if no drive is used
+    drive: Sizes  # sizes of files and buffers on a drive; computed for streamed weights even if no drive is used
 
 
 @dataclass
@@ -45,13 +45,13 @@ class MemoryTrace(ModelSizes):
     unseen: int  # bytes of temporary memory inside the optimizer's operators, which the tracker does not see
     generated: bool  # whether torch.compile compiles the optimizer step
     workspace: int  # bytes of cuBLAS workspaces on a card, which the tracker does not see
-    leaves: int  # most bytes of gradients that are freed on the device at once, to be copied to the host
-    ahead: int  # bytes of gradients that may wait on the device for their copy (`Link.ahead`)
-    rounding: int  # bytes that pinned memory adds to `offloaded`: sizes are rounded up to powers of two
-    places: dict[str, Point]  # place in a pass (`recorder.py`) -> point with the highest memory
-    phases: dict[str, Point]  # phase -> point with the highest memory
-    # Allocations and releases on the device: (serial number of a storage, bytes; negative for a release). On a CPU, the
-    # list begins with allocations of the tensors that exist before the window. On a card, `from_the_start` adds the
+    leaves: int  # largest number of bytes of gradients that are freed on the device by a single event
+    ahead: int  # bytes of gradients that may wait on the device until they are copied to the host (`Link.ahead`)
+    rounding: int  # bytes that pinned memory adds to `offloaded`, because it rounds sizes up to powers of two
+    places: dict[str, Point]  # place in a pass (`recorder.py`) -> point with the most device bytes (see `by_place`)
+    phases: dict[str, Point]  # phase -> point with the most device bytes
+    # Allocations and releases on the device: (serial number of a storage, bytes; negative for a release). The list
+    # begins with allocations of the tensors that exist before the window. On a card, `from_the_start` inserts the
     # events of the run's first window. Empty if the trace was extrapolated.
     events: list[tuple[Hashable, int]]
 
@@ -63,9 +63,9 @@ class WorkTrace(ModelSizes):
     # (phase, work of an operator) -> number of calls. Phases of each micro-batch: forward, backward, sum (the host sums
     # gradients) and travel (weights are copied). Phases of a window: step (gradient norm and other work before the
     # update) and update. In all micro-batches except the last of a window, forward and backward have the prefix
-    # EARLIER.
+    # EARLIER, unless micro-batches overlap (`Run.overlaps`).
     work: Counter[tuple[str, Work]]
-    sent: Counter[tuple[str, Collective]]  # (phase, kind of collective) -> bytes of the full tensors
+    sent: Counter[tuple[str, Collective]]  # (phase, collective) -> bytes of the full tensors
 
 
 @dataclass

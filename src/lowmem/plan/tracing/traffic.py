@@ -1,15 +1,15 @@
 """Counts the bytes that a device receives from other devices in collectives, sends and receives: over the links inside
 its node, and over the links between nodes.
 
-The count is a lower bound, which does not depend on the library's algorithm. For a full tensor of S bytes and n ranks,
-the bytes per rank are:
+The count is a lower bound, which does not depend on the algorithm of the communication library. For a full tensor of
+S bytes and n ranks, the bytes per rank are:
 
     all-gather, reduce-scatter    S (n - 1) / n
     all-reduce                    2 S (n - 1) / n    (a reduce-scatter, then an all-gather)
     send, receive                 S                  (the sending rank counts S, too)
 
-A node receives each byte from other nodes only once, and its ranks receive equal shares of these bytes. Source:
-Patarasu and Yuan 2009.
+A node receives each byte from other nodes once (twice in an all-reduce), and its ranks receive equal shares of these
+bytes. Source: Patarasu and Yuan 2009.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem.system.torch_private import OpOverload, group_of, schema, tree_leaves
 
-EARLIER = "earlier "  # prefix of a phase, for micro-batches that are not the last of their window
+EARLIER = "earlier "  # prefix of a phase: work of the micro-batches before the last one of their window
 NODE = 8  # default number of devices per node
 # Namespaces of collectives. Strategies call `c10d` asynchronously. A DTensor calls `_c10d_functional` and waits.
 SPACES = ("c10d", "_c10d_functional")
@@ -38,9 +38,13 @@ KINDS = {
 
 
 class Collective(NamedTuple):
-    """The kind of a collective, a send or a receive, with all properties that decide its traffic. Args: kind: "gather",
-    "reduce", "both" (all-reduce), "send" or "receive"; ranks: the participating ranks; waits: whether the device waits
-    for the result."""
+    """The properties of a collective, a send or a receive, apart from the size of its tensor.
+
+    Args:
+        kind: "gather", "reduce" (reduce-scatter), "both" (all-reduce), "send" or "receive".
+        ranks: the participating ranks.
+        waits: whether the device waits for the result.
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -65,7 +69,7 @@ NOTHING = Traffic()
 
 def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int] | None:
     """Returns the properties of a collective, a send or a receive, and the bytes of its full tensor. None: the operator
-    is not listed in KINDS."""
+    is not one of KINDS. Args: func, args, out: an operator, its arguments and its result."""
     if func.namespace not in SPACES:
         return None
     name = schema(func).name.split("::")[1].strip("_")
@@ -81,8 +85,8 @@ def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int
 
 
 def traffic(call: Collective, full: float, node: int) -> Traffic:
-    """Returns the bytes that one device receives in a collective, a send or a receive. Args: full: bytes of the full
-    tensor; node: devices per node (consecutive ranks share a node)."""
+    """Returns the bytes that one device receives in a collective, a send or a receive; for a send, the bytes that it
+    sends. Args: full: bytes of the full tensor; node: devices per node (consecutive ranks share a node)."""
     size, nodes = len(call.ranks), Counter(rank // node for rank in call.ranks)
     if call.kind in ENDS:
         return Traffic(full, 0.0) if len(nodes) == 1 else Traffic(0.0, full)
@@ -92,8 +96,8 @@ def traffic(call: Collective, full: float, node: int) -> Traffic:
 
 
 def by_phase(calls: Mapping[tuple[str, Collective], float], node: int) -> dict[tuple[str, bool], Traffic]:
-    """Sums the traffic of each phase. Args: calls: (phase, kind of collective) -> bytes of the full tensors; node:
-    devices per node. Returns: (phase, whether the device waits) -> traffic."""
+    """Sums the traffic of each phase. Args: calls: (phase, collective) -> bytes of the full tensors; node: devices per
+    node. Returns: (phase, whether the device waits) -> traffic."""
     received: dict[tuple[str, bool], Traffic] = {}
     for (phase, call), full in calls.items():
         key = phase, call.waits
@@ -103,7 +107,7 @@ def by_phase(calls: Mapping[tuple[str, Collective], float], node: int) -> dict[t
 
 def of_window(calls: Mapping[tuple[str, Collective], float], micro_batches: int, node: int) -> Traffic:
     """Returns the bytes that a device receives during an optimizer step. Args: calls, node: see `by_phase`;
-    micro_batches: micro-batches per window."""
+    micro_batches: number of micro-batches in the window."""
     phases = by_phase(calls, node).items()
     return sum((received.times(how_often(phase, micro_batches)) for (phase, _), received in phases), start=NOTHING)
 

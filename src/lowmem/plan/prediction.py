@@ -1,5 +1,5 @@
 """Predicts the memory that a run needs on the device, on the host and on a drive, from a trace of the run on fake
-tensors. `predict` is called before a run starts (`at_start.py`), by plan.py (`job.py`), and for recipes of a search
+tensors. `predict` is called when a run starts (`at_start.py`), by plan.py (`job.py`), and for the recipes of a search
 (`search/recipes.py`)."""
 
 from collections.abc import Callable, Mapping
@@ -24,16 +24,17 @@ from lowmem.system.errors import Refused
 COMPILED = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 TRACED = ("forward", "backward", "step", "evaluation")
-# Factors for extrapolated traces (`search/extend.py`), which have no allocations to replay: the bytes that torch
-# reserves (RESERVED), and the smallest number of bytes that torch must be able to reserve (LEAST_RESERVED), are
-# estimated as multiples of the allocated peak. Full traces of seventeen recipes (four models) had factors of 1.03 to
-# 1.20 for RESERVED, and of 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse,
-# the factors for LEAST_RESERVED were up to 1.11.
+# Extrapolated traces (`search/extend.py`) have no allocations to replay. So two sizes are estimated as multiples of the
+# allocated peak: the bytes that torch reserves (RESERVED), and the smallest number of bytes that torch must be able to
+# reserve (LEAST_RESERVED). Full traces of seventeen recipes (four models) had factors of 1.03 to 1.20 for RESERVED, and
+# of 1.00 to 1.07 for LEAST_RESERVED. For peaks below 1 GiB, where segments of 20 MiB are coarse, the factors for
+# LEAST_RESERVED were up to 1.11.
 RESERVED, LEAST_RESERVED = 1.1, 1.07
 
 
 class NotPredicted(Refused):
-    """The model cannot be traced. Args: why: the reason, a sentence that starts in lower case."""
+    """The run cannot be traced, so its memory cannot be predicted. Args: why: the reason, a sentence that begins with a
+    lowercase letter."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -58,7 +59,7 @@ class Prediction:
     device: DeviceBytes
     host: HostBytes
     drive: DriveBytes
-    reserved: int  # bytes that CUDA's caching allocator reserves if the card has enough room; 0 on a CPU
+    reserved: int  # bytes that torch's caching allocator reserves if the card has enough room; 0 on a CPU
     parameters: int
     on_card: bool
     estimate: str | None = None  # why the prediction is only an estimate; None: it is not an estimate
@@ -67,11 +68,11 @@ class Prediction:
     mapped: int = 0  # bytes of memory-mapped weight files: resident while loading, dropped if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA pages: on the card if there is room, otherwise on the host
     paged_on_host: int = 0  # the part of `paged` that does not fit on the target's card
-    # Bytes read from the drive per optimizer step. The update reads all data that it changes. With
-    # weights.drive_holds=all, each forward and backward pass also reads the 16-bit weights of the blocks.
+    # Bytes read from the drive per optimizer step. The update reads all data on the drive that it changes. With
+    # weights.drive_holds=all, forward and backward passes also read the 16-bit weights of the blocks.
     drive_read: int = 0
     drive_written: int = 0  # bytes written to the drive per optimizer step
-    devices: int = 1  # number of devices; `device` describes the device that needs the most
+    devices: int = 1  # number of devices; `device` is for the device that needs the most memory
     node: int = 1  # maximum number of devices per host
     traffic: Traffic = NOTHING  # bytes that a device receives from other devices in an optimizer step
     extended: bool = False  # the trace was extrapolated from traces of short models
@@ -83,11 +84,11 @@ class Prediction:
 
     @property
     def allocated(self) -> int:
-        """Returns the peak of allocated device bytes, for comparison with the measured peak of a run."""
+        """Returns the highest predicted number of allocated device bytes, for comparison with the measured peak."""
         return self.phases[self.device.phase].device
 
     def based_on(self, libraries: int) -> "Prediction":
-        """Returns a copy in which the host memory of Python and its libraries is a measured value. Args: libraries:
+        """Returns a copy in which the host memory of Python and its libraries has a measured value. Args: libraries:
         measured resident bytes of one process before its model is built."""
         more = libraries - self.host.libraries // self.on_host
         phases = {name: Need(need.device, need.host + more) for name, need in self.phases.items()}
@@ -130,9 +131,9 @@ def predict(
             this process now.
 
     Raises:
-        NotPredicted: the model cannot be traced.
-        Refused: train.py would refuse the run, too.
-        Exception: a bug of lowmem, see `untraceable`.
+        NotPredicted: the model cannot be traced, or `other` has raised NotTraced.
+        Refused: see `trace`.
+        Exception: a bug in lowmem, see `untraceable`.
     """
     compiled, libraries = run.compiles_blocks, process.rss_bytes() if libraries is None else libraries
     if compiled:
@@ -151,7 +152,8 @@ def predict(
 
 
 def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
-    """Computes the memory of a traced rank of a run. Args: see `predict`."""
+    """Computes the memory of a run from the trace of one rank. Args: trace: the trace; run, target, libraries: see
+    `predict`."""
     on_card = target.on_card
     free = replay(trace.events) if on_card and trace.events else None
     in_flight = _in_flight(trace, run) if on_card else 0
@@ -190,8 +192,8 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
 
 
 def _in_flight(trace: Trace, run: Run) -> int:
-    """Returns the bytes on the card that are being copied: gradients on their way to the host, or, with CPU offload,
-    weights on their way to the card and gradients on their way to the host. 0 if nothing is copied."""
+    """Returns the bytes on the card of tensors that are being copied. With host masters, these are gradients on their
+    way to the host. With CPU offload, they are also weights on their way to the card. 0 in all other cases."""
     if trace.waits_on_host:  # CPU offload: the weights and the gradients of one block
         return 2 * trace.blocks[1]
     if not trace.steps_on_host:
@@ -200,8 +202,8 @@ def _in_flight(trace: Trace, run: Run) -> int:
 
 
 def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator | None) -> dict[str, DeviceBytes]:
-    """Returns phase -> allocated device memory at the peak of the phase. Args: in_flight: the result of `_in_flight`;
-    free: see `_beside_tensors`."""
+    """Returns phase -> allocated device memory at the phase's peak. Args: in_flight: the result of `_in_flight`; free:
+    see `_beside_tensors`."""
     traced = {name: DeviceBytes(name, **by_row(trace.phases[name].bytes)) for name in TRACED}
     scratch = 0 if trace.steps_on_host or trace.waits_on_host or not on_card else trace.unseen
     traced["backward"] = traced["backward"].plus(in_flight=in_flight)
@@ -219,15 +221,20 @@ def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator 
 
 
 def _device(peak: DeviceBytes, in_flight: int, least: int) -> DeviceBytes:
-    """Returns the device's report without the CUDA context: the peak, with the missing bytes up to `least` as copies in
-    flight and fragments. Args: peak: the phase with the highest peak; in_flight: the result of `_in_flight`; least:
-    minimum bytes that torch must be able to reserve."""
+    """Returns the device's report without the CUDA context: the rows of the highest peak, increased to a sum of
+    `least`. The added bytes are copies in flight (up to `in_flight` in total) and fragments.
+
+    Args:
+        peak: the phase with the highest peak.
+        in_flight: the result of `_in_flight`.
+        least: the smallest number of bytes that torch must be able to reserve.
+    """
     more = min(in_flight - peak.in_flight, least - peak.total)
     return peak.plus(in_flight=more, fragments=least - peak.total - more)
 
 
 def _communicators(trace: Trace, run: Run) -> int:
-    """Returns the bytes of device memory of NCCL communicators, which torch's allocator does not count; 0 for one
+    """Returns the bytes of device memory of NCCL's communicators, which torch's allocator does not count; 0 for one
     device. Each process group creates a communicator at its first collective."""
     groups = {sent.ranks for _, sent in trace.sent} or {None}  # an untraced strategy has one group
     return len(groups) * COMMUNICATOR if run.devices > 1 else 0
@@ -235,9 +242,8 @@ def _communicators(trace: Trace, run: Run) -> int:
 
 def read_by_passes(run: Run, trace: Trace) -> int:
     """Returns the bytes of 16-bit weights that the forward and backward passes of a window read from a drive; 0 if the
-    16-bit weights are not on a drive. The block that a pass computes last is still on the device when the next pass
-    begins, so the next pass does not read it again: backward begins with the last block, and the forward pass of the
-    next micro-batch begins with the first block."""
+    16-bit weights are not on a drive. Each pass begins with the block with which the previous pass of the window ended.
+    This block is still on the device, so it is not read again."""
     if not run.reads_weights:
         return 0
     turns, block = 1 if run.overlaps else run.windows.largest, trace.blocks[1]
@@ -247,8 +253,8 @@ def read_by_passes(run: Run, trace: Trace) -> int:
 def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
     """Returns the bytes of paged optimizer state that do not fit on the card.
 
-    CUDA moves such pages to the host when torch reserves memory, so paged state never forces torch to release cached
-    segments.
+    CUDA moves pages of this state to the host when torch reserves memory. So paged state never makes torch release
+    cached segments.
 
     Args:
         paged: bytes of paged state.
@@ -259,16 +265,16 @@ def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
 
 
 def _beside_tensors(trace: Trace, free: Allocator | None) -> dict[str, int]:
-    """Returns the bytes that CUDA's caching allocator counts as allocated in addition to tensors: cuBLAS workspaces,
-    and the unused ends of blocks that are too small to be split off. Args: free: an allocator without a limit in which
-    the trace's events were replayed; None: the trace has no events."""
+    """Returns row -> bytes that torch's caching allocator counts as allocated in addition to tensors: cuBLAS
+    workspaces, and the ends of blocks that are unused but too small to be split off. Args: free: an allocator without a
+    limit, after a replay of the trace's events; None: the trace has no events."""
     tensors = max(trace.phases[name].total for name in ("forward", "backward", "step"))
     rests = 0 if free is None else max(0, free.allocated_peak - tensors - trace.workspace)
     return {"workspaces": trace.workspace, "fragments": rests}
 
 
 def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, leaving: int) -> tuple[int, int]:
-    """Returns two sizes in bytes: the memory that torch reserves if the card has enough room, and the minimum memory
+    """Returns two numbers of bytes: the memory that torch reserves if the card has enough room, and the smallest memory
     that torch must be able to reserve.
 
     Args:
@@ -278,6 +284,6 @@ def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, le
     """
     if free is None:
         return round(device_peak * RESERVED), round(device_peak * LEAST_RESERVED)
-    # The events do not contain temporary memory inside compiled code, so the peak of the phases may be higher.
+    # The events do not contain temporary memory inside compiled code, so `device_peak` may be higher.
     smallest = smallest_limit(trace.events, free)
     return max(free.reserved + leaving, device_peak), max(smallest + leaving, device_peak)

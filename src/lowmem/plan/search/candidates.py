@@ -1,6 +1,6 @@
 """Lists the routes that a search compares. A route is a set of recipes that share precision, optimizer, strategy and
-the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size and
-the typed overrides. Only the typed precision and optimizer may be replaced, if may_change= names them.
+the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size.
+They also keep the typed overrides, except that may_change= allows another precision or optimizer.
 
     Typed                    the typed overrides, and the groups that a recipe may change
     PrecisionAndOptimizer    a precision with an optimizer
@@ -31,7 +31,7 @@ from lowmem.techniques.weights.streamed import HOLDS
 RESIDENT = "weights.resident_blocks"  # key: number of blocks whose weights are not streamed
 ORDER = "weights.order"  # key: order in which micro-batches pass through streamed blocks
 DRIVE = "weights.drive"  # key: folder for masters and optimizer state of streamed weights
-DRIVE_HOLDS = "weights.drive_holds"  # key: whether the folder also has the 16-bit weights
+DRIVE_HOLDS = "weights.drive_holds"  # key: whether the folder also stores the 16-bit weights of the blocks
 
 WINDOW = {"batch_size", "accumulation", "accumulation.batches"}  # keys of the overrides in `MicroBatches`
 
@@ -46,9 +46,9 @@ class Typed:
     Args:
         run: the resolved run of the typed overrides.
         lines: the typed overrides.
-        compose: returns the run in which the given overrides replace typed overrides with equal keys.
-        may_change: the groups of CHANGEABLE that a recipe may change, whether typed or not; empty: no group. None: the
-            groups of CHANGEABLE that were not typed.
+        compose: composes the run in which the given overrides replace typed overrides with equal keys.
+        may_change: the groups of CHANGEABLE that a recipe may change, whether they were typed or not; empty: no group.
+            None: a recipe may change the groups of CHANGEABLE that were not typed.
         configs: a cache of composed runs.
     """
 
@@ -60,7 +60,7 @@ class Typed:
 
     @cached_property
     def named(self) -> dict[str, str]:
-        """Returns the technique of each group, typed or default: group -> technique."""
+        """Returns group -> technique, typed or default."""
         return chosen_by(self.lines)
 
     @cached_property
@@ -69,8 +69,9 @@ class Typed:
         return as_mapping(self.lines)
 
     def config(self, recipe: Mapping[str, str]) -> Run:
-        """Returns the run of a recipe. Hydra takes 0.1 s to compose a run, so composed runs are cached. Techniques that
-        stand alone (`stands_alone`) and fixed accumulation are inserted into a cached run without composing again."""
+        """Returns the run of a recipe. Hydra takes 0.1 s to compose a run, so composed runs are cached. Fixed
+        accumulation, and techniques that are independent (`stands_alone`), are inserted into a cached run without
+        composing it again."""
         if recipe.get("accumulation") == "fixed" and recipe.keys() >= WINDOW:
             run = self.config({key: value for key, value in recipe.items() if key not in WINDOW})
             batches = choice("accumulation", "fixed") | {"batches": int(recipe["accumulation.batches"])}
@@ -99,16 +100,17 @@ class Typed:
         return self.configs[key]
 
     def takes(self, choice: Mapping[str, str]) -> bool:
-        """Returns True if the given techniques have all typed keys of their groups, such as optim.betas."""
+        """Returns True if a run can be composed with the given techniques, which must have all typed keys of their
+        groups, such as optim.betas. Args: choice: group -> technique."""
         try:
             return bool(self._strictly(choice))
         except ConfigCompositionException:
             return False
 
     def keeps(self, group: str) -> bool:
-        """Returns True if all recipes have the typed run's technique of a group. Groups of CHANGEABLE are kept if
-        `may_change` leaves them out, or if it is None, if their technique was typed. All other groups are kept if their
-        technique or one of their keys, such as loss.rows, was typed."""
+        """Returns True if all recipes must have the typed run's technique of a group. For a group of CHANGEABLE: if
+        `may_change` does not name the group. (If `may_change` is None: if the group's technique was typed.) For any
+        other group: if its technique, or one of its keys such as loss.rows, was typed."""
         if group in CHANGEABLE and self.may_change is not None:
             return group not in self.may_change
         return group in self.values or (
@@ -125,7 +127,7 @@ class Typed:
 
 @dataclass(frozen=True)
 class PrecisionAndOptimizer:
-    """A precision with an optimizer, which this package calls a training. Args: chosen: group -> technique, for the
+    """A precision with an optimizer. This package calls the pair a training. Args: chosen: group -> technique, for the
     groups precision and optim; changes: the differences from the typed training."""
 
     chosen: Mapping[str, str]
@@ -138,17 +140,18 @@ class PrecisionAndOptimizer:
 
 @dataclass(frozen=True)
 class Route:
-    """A precision and an optimizer with a strategy and a place for the weights, and the settings among which `climb.py`
-    chooses.
+    """A precision and an optimizer with a strategy and a place for the weights. The last arguments list the settings
+    from which `climb.py` chooses.
 
     Args:
         training: precision and optimizer.
         option: the overrides of the route: key -> value.
-        run: the run with the route's techniques. It lacks some overrides of `option`, such as weights.order.
-        micro_batches: pairs of batch_size and the overrides that keep the effective batch size, largest first.
+        run: the run with the route's techniques, without some overrides of `option`, such as weights.order.
+        micro_batches: pairs of batch_size and the overrides that keep the effective batch size, largest batch_size
+            first.
         checkpointings, losses: techniques of the groups in `COMPUTED`, fastest first.
-        sums: True if the run has host masters and a step has several micro-batches, whose gradients are summed in fp32
-            in host memory.
+        sums: True if the run has host masters and each step has several micro-batches. The gradients of the
+            micro-batches are then summed in fp32 in host memory.
     """
 
     training: PrecisionAndOptimizer
@@ -161,10 +164,10 @@ class Route:
 
     @property
     def on_card(self) -> tuple:
-        """Returns a key for comparing device memory. Of the routes with equal keys, the first route needs the least: if
-        it does not fit on the card, the later routes do not fit either. (Routes with several micro-batches come before
-        routes with a single micro-batch, and weights.order=by_micro_batch before by_layer.) The key leaves out
-        weights.order, and overrides that do not change device memory: a drive, and the optimizer of host masters."""
+        """Returns a key for comparing device memory. The first of the routes with equal keys needs the least device
+        memory: if it does not fit on the card, no later one fits. (Routes with several micro-batches come before routes
+        with a single micro-batch, and weights.order=by_micro_batch comes before by_layer.) The key does not contain
+        weights.order, nor overrides that do not change device memory: the drive, and the optimizer of host masters."""
         elsewhere = {DRIVE, DRIVE_HOLDS, ORDER}
         option = {key: value for key, value in self.option.items() if key not in elsewhere}
         if self.run.masters:
@@ -174,8 +177,8 @@ class Route:
     @property
     def on_host(self) -> tuple:
         """Returns a key for comparing host memory. Routes with equal keys need equal host memory, apart from offloaded
-        block inputs. The key contains weights.order only with early updates: then by_layer needs less memory, because a
-        block's gradients are freed before the gradients of the next block arrive on the host."""
+        block inputs. The key contains weights.order only if updates are early: then by_layer needs less host memory
+        than by_micro_batch, because a block's gradients are freed before the gradients of the next block arrive."""
         option = {key: value for key, value in self.option.items() if key != ORDER or self.run.early}
         return "host", *option.items(), self.sums
 
@@ -188,8 +191,8 @@ class Route:
 
 
 def trainings(typed: Typed, card: Card | None = None) -> list[PrecisionAndOptimizer]:
-    """Returns the pairs of precision and optimizer to try, without duplicates. Args: card: a card that must support the
-    dtype of matrix products; None: every dtype is allowed."""
+    """Returns the pairs of precision and optimizer to try, without duplicates. Args: card: the card, which must have
+    hardware for matrix products in the precision's dtype; None: every dtype is allowed."""
     by_choice = {}
     optimizers = [optim for optim in _choices(typed, "optim") if typed.takes({"optim": optim})]
     for precision in _precisions(typed, card):
@@ -208,16 +211,18 @@ def trainings(typed: Typed, card: Card | None = None) -> list[PrecisionAndOptimi
 
 
 def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str] = ("auto",)) -> Iterator[Route]:
-    """Yields the routes of a precision with an optimizer: all combinations of a strategy and a place for the weights.
-    All micro-batches of a route keep the effective batch size.
+    """Yields the routes of a precision with an optimizer, for each combination of a strategy and a place for the
+    weights. All micro-batch sizes of a route keep the effective batch size.
 
     With host masters, one route has several micro-batches per step, and another route has a single micro-batch: several
     micro-batches need fp32 sums of gradients in host memory, and a single micro-batch needs more device memory. If
-    weights are streamed and weights.order was not typed, each weights.order has a separate route with several
-    micro-batches. A further route with a single micro-batch has optim.in_backward=true, unless the key was typed or the
-    run would be refused.
+    weights are streamed and weights.order was not typed, there are two routes with several micro-batches, one for each
+    order. A last route, with optim.in_backward=true, has a single micro-batch. It is left out if the key was typed, or
+    if its run would be refused.
 
     Args:
+        typed: the typed overrides.
+        training: the precision and the optimizer.
         names: the strategies to try.
     """
     computed = [_fastest_first(typed, group) for group in COMPUTED]
@@ -242,37 +247,37 @@ def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str]
 
 
 def _fastest_first(typed: Typed, group: str) -> list[str]:
-    """Returns the techniques of a group, fastest first. Techniques that need more activation memory are assumed to be
-    faster. (In the yaml files, the values of `saves` are shares of memory that remain.)"""
+    """Returns the techniques of a group that may be tried, fastest first. A technique that needs more activation memory
+    is assumed to be faster. (In the yaml files, a value of `saves` is the share of memory that remains.)"""
     known = techniques(group)
     return sorted(_choices(typed, group), key=lambda name: -known[name].saves.get("activations", 1.0))
 
 
 def strategies(typed: Typed) -> list[str]:
-    """Returns the strategies to try. For one device, or if a strategy was typed, returns only the strategy of the typed
-    run. Otherwise returns all strategies that declare `tried` and work with this number of devices (`_makes_up`)."""
+    """Returns the strategies to try. For one device, or if a strategy was typed, this is only the strategy of the typed
+    run. Otherwise these are all strategies that declare `tried` and can use this number of devices (`_makes_up`)."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, technique in techniques(SHARED).items() if technique.tried and _makes_up(typed, name)]
 
 
 def _makes_up(typed: Typed, strategy: str) -> bool:
-    """Returns True if the number of devices is a multiple of the size of the strategy's groups of devices."""
+    """Returns True if a strategy's groups of devices divide the devices evenly."""
     with suppress(Refused):
         return bool(typed.config({SHARED: strategy}).data_ranks)
     return False
 
 
 def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
-    """Returns the optimizer to use: `optim`, or for host masters the variant that the yaml of `optim` declares as
-    `on_host`. If the search must keep the optimizer (`Typed.keeps`), returns `optim`."""
+    """Returns the optimizer to use. With host masters, this is the variant that the yaml of `optim` declares as
+    `on_host`, if any. In all other cases, and if the search must keep the optimizer (`Typed.keeps`), it is `optim`."""
     on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
 
 
 def _precisions(typed: Typed, card: Card | None) -> list[str]:
-    """Returns the precisions to try, the precision of the typed run first. Further precisions with a loss scale (fp16)
-    are left out, unless the card has no bf16 matmuls. Args: card: None counts as a card with bf16 matmuls."""
+    """Returns the precisions to try, the precision of the typed run first. All other precisions with a loss scale
+    (fp16) are left out, unless the card has no bf16 matmuls. Args: card: None: bf16 matmuls are assumed."""
     first, *others = _choices(typed, "precision")
     with_bf16 = card is None or card.multiplies("bfloat16")
     return [first, *(name for name in others if not (with_bf16 and class_of("precision", name).scales_loss))]
@@ -285,7 +290,7 @@ def _choices(typed: Typed, group: str) -> list[str]:
 
 
 def _window(run: Run, option: Mapping[str, str], batch_size: int) -> int:
-    """Returns the number of micro-batches of an optimizer step."""
+    """Returns the number of micro-batches in the largest window of a run with these overrides and this batch_size."""
     if "accumulation.batches" in option:
         return int(option["accumulation.batches"])
     if "size" in run.accumulation.arguments:
@@ -294,14 +299,14 @@ def _window(run: Run, option: Mapping[str, str], batch_size: int) -> int:
 
 
 def _reading(run: Run) -> int:
-    """Returns the number of devices among which the sequences of accumulation.size are divided."""
+    """Returns the number of devices over which the sequences of accumulation.size are divided."""
     devices = run.accumulation.devices
     return run.data_ranks if devices == 1 else devices
 
 
 def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
-    """Yields pairs of a batch_size and the overrides that keep the effective batch size. Args: run: a run with the
-    strategy to try, which may differ from the typed strategy."""
+    """Yields pairs of a batch_size and the overrides that keep the typed run's effective batch size. Args: run: a run
+    with the strategy to try, which may differ from the typed strategy."""
     size = typed.run.accumulation.arguments.get("size")
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.values)
     if ("batch_size" in typed.values and typed.run.batch_size != "auto") or (is_typed and size is None):
@@ -312,8 +317,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
             if typed.run.batch_size == "auto" or batch_size <= typed.run.batch_size:
                 yield batch_size, {}
         return
-    # The number of sequences per optimizer step, over all ranks, stays the same as in the typed run. `sequences` is the
-    # equal share of each rank that reads different data.
+    # The number of sequences per optimizer step, summed over all ranks, is the same as in the typed run. `sequences` is
+    # the share of one rank that reads its own data.
     sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size
@@ -323,9 +328,9 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
 
 
 def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
-    """Returns overrides with which the optimizer `name` uses the arguments of the user's optimizer, for arguments whose
-    values differ. Returns no overrides if the two optimizers compute different updates. (AdamW with 32-bit and with
-    8-bit state compute the same update.)"""
+    """Returns overrides that give the optimizer `name` the typed run's optimizer arguments, where the values differ.
+    Returns no overrides if the two optimizers compute different updates. (AdamW with 32-bit state and AdamW with 8-bit
+    state compute the same update.)"""
     typed_name, optimizers = typed.named["optim"], techniques("optim")
     if name == typed_name or (optimizers[typed_name].update_of or typed_name) != (optimizers[name].update_of or name):
         return {}
@@ -347,7 +352,7 @@ def _in_backward(typed: Typed, run: Run) -> Run | None:
 @cache
 def stands_alone(group: str, name: str) -> bool:
     """Returns True if the yaml of a technique is independent: it neither reads nor sets other parts of the config, and
-    no yaml of conf/ reads its group."""
+    no yaml in conf/ reads the group of the technique."""
     if not is_group(group):
         return False
     text = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
 """Lists how the training of a recipe differs from the typed training, and how large each difference is. The planner
 prefers recipes with smaller differences.
 
-Only precision and optimizer are compared. Accumulation, checkpointing, the chunks of the loss, and the place of tensors
-and of the update do not change the computed update. So recipes that differ only in these settings are `AS_TYPED`. The
-class of a precision declares its arithmetic. The yaml of an optimizer declares whether it computes the same update as
-another optimizer (`update_of`).
+Only precision and optimizer are compared. The other choices of a recipe are accumulation, checkpointing, the chunks of
+the loss, and where tensors are stored and updated. Apart from rounding and dropout, these choices do not change the
+update, so recipes that differ only in them are `AS_TYPED`. The class of a precision declares its dtypes. The yaml of an
+optimizer declares whether the optimizer computes the same update as another optimizer (`update_of`).
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from lowmem.config.settle import Run
 
 
 class Tier(IntEnum):
-    """How far a training (a precision with an optimizer) is from the typed training. A smaller value is closer."""
+    """How far a training (a precision with an optimizer) is from the typed training; a smaller value is closer."""
 
     AS_TYPED = 1
-    CLOSE = 2  # another dtype of matrix products; fp32 weights instead of 16-bit weights; another dtype of state
-    ANOTHER = 3  # weights that are rounded to 16 bits at every update; another update rule
+    CLOSE = 2  # another dtype of matrix products or of optimizer state; fp32 weights instead of 16-bit weights
+    ANOTHER = 3  # another precision that rounds weights to 16 bits at every update; another update rule
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""Finds the fastest settings (checkpointing, loss, micro-batch) with which a route of `candidates.py` fits.
+"""Finds the fastest settings (checkpointing, loss, micro-batch size) with which a route of `candidates.py` fits.
 `recipes.py` runs this search for each route.
 
     checkpointing   nothing recomputed -> ... -> inputs of blocks offloaded     slower, fewer activations
-    loss            full -> chunked -> tiled                                    slower, fewer logits
-    micro-batch     largest -> ... -> smallest                                  slower, fewer activations and logits
+    loss            full -> chunked -> tiled                                    slower, smaller logits
+    micro-batch     largest -> ... -> smallest                                  slower, smaller activations and logits
 
-In each row, memory decreases from left to right. So few recipes have to be traced: the largest micro-batch that fits is
-found by bisection, and a checkpointing and a loss that do not fit with the smallest micro-batch do not fit with any
-micro-batch.
+In each row, speed and memory are assumed to decrease from left to right. So few recipes have to be traced. The largest
+micro-batch that fits is found by bisection. If a checkpointing and a loss do not fit with the smallest micro-batch,
+they do not fit with any micro-batch.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 
 class Settings(NamedTuple):
-    """The settings that a route leaves open. Args: size: an index into the route's micro-batches; 0 is the largest."""
+    """The settings that a route leaves open. Args: size: an index into `Route.micro_batches`; 0 is the largest."""
 
     checkpointing: str
     loss: str
@@ -37,7 +37,7 @@ class Fitting(NamedTuple):
     recipe: Looked
 
 
-# traces the recipe of some settings; None: the recipe is refused, or is known not to fit on the card
+# returns the traced recipe with some settings; None: the recipe is refused, or is known not to fit on the card
 Look = Callable[[Settings], Looked | None]
 
 
@@ -47,7 +47,7 @@ class Climb:
     Args:
         checkpointings, losses: names of techniques, fastest first.
         smallest: index of the smallest micro-batch; the largest has index 0.
-        look: returns the traced recipe of some settings, or None if the recipe is refused or known not to fit.
+        look: see `Look`.
         fits: returns whether a recipe fits.
     """
 
@@ -63,8 +63,8 @@ class Climb:
         self.look, self.fits = look, fits
 
     def fastest(self, than: float = math.inf) -> Fitting | None:
-        """Returns the fastest settings that fit and take less than `than` seconds per step. None: there are no such
-        settings."""
+        """Returns the fastest settings that the search finds to fit, with fewer than `than` seconds per step. None: it
+        finds no such settings."""
         everything = Settings(self.checkpointings[0], self.losses[0], 0)  # the fastest settings
         looked = self.look(everything)
         if looked is not None and looked.seconds >= than:
@@ -75,18 +75,19 @@ class Climb:
         return found if found is not None and found.recipe.seconds < than else None
 
     def of_least_memory(self) -> Looked | None:
-        """Returns the recipe with the smallest micro-batch that needs the least memory, among the recipes for which
-        `look` does not return None. None: `look` has returned None for all recipes with the smallest micro-batch."""
+        """Returns the recipe that needs the least memory: with the smallest micro-batch, the slowest loss, and the
+        slowest checkpointing. Settings for which `look` returns None are skipped. None: `look` returns None for all
+        settings with the smallest micro-batch."""
         ways = product(reversed(self.losses), reversed(self.checkpointings))
         looked = (self.look(Settings(checkpointing, loss, self.smallest)) for loss, checkpointing in ways)
         return next((recipe for recipe in looked if recipe is not None), None)
 
     def _with_less_memory(self) -> Fitting | None:
         """Searches settings that need less memory than the fastest settings of the route. Returns: the fastest of the
-        tried settings that fit; None if none fit.
+        tried settings that fit; None if no tried settings fit.
 
-        After the first settings that fit, a slower checkpointing or loss is tried only with a larger micro-batch than
-        the best settings so far: with an equal or smaller micro-batch it would be slower. If the route has several
+        Once settings have been found that fit, a slower checkpointing or loss is tried only with a larger micro-batch:
+        with the same or a smaller micro-batch it would be slower than the settings found. If the route has several
         losses, the fastest loss needs the most memory, and is tried only at the end, with the best settings found.
         """
         found = None
@@ -104,8 +105,8 @@ class Climb:
         return found and self._faster(found, found.settings._replace(loss=self.losses[0]))
 
     def _largest(self, found: Fitting) -> Fitting:
-        """Returns the given settings with the largest micro-batch that fits, found by bisection. Args: found: settings
-        that fit, possibly with a smaller micro-batch."""
+        """Finds by bisection the largest micro-batch with which the given checkpointing and loss fit. Args: found:
+        settings that fit."""
         too_large = -1  # index of a micro-batch
         while found.settings.size - too_large > 1:
             middle = (too_large + found.settings.size) // 2

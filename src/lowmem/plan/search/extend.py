@@ -1,21 +1,23 @@
 """Extrapolates traces of short models (a few blocks) to the full depth of a model. A search traces most recipes in this
-way, because tracing all blocks takes longer.
+way, because a trace of all blocks takes longer.
 
 A model repeats its blocks. So the work of a pass, and the memory at each place in a pass (before the first block, in
 the last block, at the loss, ...), are linear in the number of blocks:
 
-    value(depth) = near + steps * (far - near)      for example near: 3 blocks, far: 4 blocks, steps: depth - 3
+    value(depth) = value(near) + steps * (value(far) - value(near))     for example near = 3, far = 4, steps = depth - 3
 
-Both short models are traced with the micro-batch size and the window of the recipe. A model may have several kinds of
-blocks, such as sliding-window attention in Gemma, or dense blocks in a mixture of experts. Then the kinds must have the
-same proportions in the blocks that `far` adds to `near` as in all blocks that `near` lacks.
+The short models have `near` and `far` blocks, and are traced with the micro-batch size of the recipe. A model may have
+several kinds of blocks, such as blocks with sliding-window attention in Gemma, or dense blocks in a mixture of experts.
+Then each kind must have the same share in the blocks that the longer model adds to the shorter model as in all blocks
+that the shorter model lacks.
 
 A recipe is traced in full if it is not linear in depth (checkpointed segments of several blocks, pipelines,
 weights.resident_blocks), or if no two short models are suitable (fewer than five blocks, or kinds of blocks without a
-pattern).
+repeated pattern).
 
 With weights.order=by_layer, a trace has all micro-batches of a window. From four micro-batches on, work and memory are
-linear in the number of micro-batches, so longer windows are extrapolated from windows of four and five micro-batches.
+linear in the number of micro-batches, so windows of more than five are extrapolated from windows of four and five
+micro-batches.
 """
 
 from collections import Counter
@@ -44,7 +46,7 @@ from lowmem.training import build
 
 FEWEST = 3  # minimum number of blocks of a short model: a first, a middle and a last block
 WINDOWS = (4, 5)  # by_layer: numbers of micro-batches from which longer windows are extrapolated
-PLAIN = (int, float, bool, str, type(None))  # types of attributes that distinguish kinds of blocks
+PLAIN = (int, float, bool, str, type(None))  # types of the module attributes that `kind_of` compares
 
 T = TypeVar("T")
 
@@ -88,8 +90,8 @@ def _of_window(run: Run, micro_batches: int) -> Run:
 
 
 def beyond(near: T, far: T, steps: float) -> T:
-    """Returns `near` + `steps` * (`far` - `near`) for each number in nested dataclasses, dictionaries and tuples. Lists
-    become empty, and other values are taken from `far`."""
+    """Returns `near` + `steps` * (`far` - `near`) for each number in nested dataclasses, dictionaries and tuples; an
+    int stays an int. Lists become empty. Booleans, strings and None are taken from `far`."""
     if isinstance(near, bool | str | type(None)):
         return far
     if isinstance(near, int | float):
@@ -110,8 +112,8 @@ def beyond(near: T, far: T, steps: float) -> T:
 
 
 def _both(near: dict, far: dict, key: Hashable) -> tuple:
-    """Returns the values of a key in both dictionaries. For a dictionary without the key, the value is 0 or a Point
-    without bytes."""
+    """Returns the values of a key in both dictionaries. If a dictionary lacks the key, its value is 0, or a `Point`
+    with 0 bytes."""
     return tuple(found[key] if key in found else _nothing(other[key]) for found, other in ((near, far), (far, near)))
 
 
@@ -136,10 +138,16 @@ def line_of(run: Run) -> Line | None:
 
 
 def _line(kinds: Sequence[Hashable]) -> Line | None:
-    """Returns the extrapolation from the two shortest suitable models. Two models are suitable if each kind of block
-    has the same share in the blocks that the longer model adds as in all blocks that the shorter model lacks, and if
-    both models end with the same kind of block as the full model. None: no two models are suitable. Args: kinds: the
-    kind of each block."""
+    """Returns the extrapolation from the two shortest suitable models. Two models are suitable under two conditions.
+    Each kind of block has the same share in the blocks that the longer model adds to the shorter model as in all blocks
+    that the shorter model lacks. Both models end with the kind of block with which the full model ends.
+
+    Args:
+        kinds: the kind of each block of the full model.
+
+    Returns:
+        The extrapolation, or None if no two models are suitable.
+    """
     for far in range(FEWEST + 1, len(kinds)):
         for near in range(FEWEST, far):
             steps = (len(kinds) - near) / (far - near)
@@ -153,7 +161,7 @@ def _line(kinds: Sequence[Hashable]) -> Line | None:
 class Network(NamedTuple):
     """Parameter counts and kinds of blocks of a model."""
 
-    kinds: list[Hashable]  # a value for each block; equal for blocks that need equal work and memory
+    kinds: list[Hashable]  # the result of `kind_of` for each block; blocks of one kind need equal work and memory
     parameters: int
     trained: int
     inactive: int  # parameters that a token does not use: experts that the router does not select
@@ -166,8 +174,15 @@ class Network(NamedTuple):
 
 
 def network(run: Run, config: PretrainedConfig | None = None) -> Network:
-    """Returns parameter counts and kinds of blocks of a run's model, which is built on the meta device (cached). Args:
-    config: the model's config; None: the config of `run`. Raises: NotPredicted: the model cannot be built."""
+    """Builds a run's model on the meta device, and returns its parameter counts and kinds of blocks (cached).
+
+    Args:
+        run: the settings.
+        config: the model's config; None: the config of `run`.
+
+    Raises:
+        NotPredicted: the model cannot be built.
+    """
     try:
         return _network(_Model(run, config or describe(run, plans=True).grown))
     except Refused:
@@ -204,8 +219,9 @@ def _network(model: _Model) -> Network:
 
 
 def kind_of(block: nn.Module) -> Hashable:
-    """Returns the kind of a block: the names, classes and PLAIN attributes of its modules (such as the length of a
-    sliding window), and for each parameter its name, its shape and whether it is trained."""
+    """Returns the kind of a block. The kind consists of the names and classes of the block's modules, their attributes
+    of PLAIN types (such as the length of a sliding window, but no indices), and for each parameter its name, its shape
+    and whether it is trained."""
     modules = tuple(
         (name, type(module).__name__, tuple((key, value) for key, value in vars(module).items() if _tells(key, value)))
         for name, module in block.named_modules()

@@ -1,9 +1,10 @@
-"""Implements longest= of plan.py: finds the longest sequence, the largest micro-batch, or the models of conf/model that
-fit.
+"""Implements longest= of plan.py: finds the longest sequence that fits, the largest micro-batch that fits, or the
+models of conf/model that fit.
 
-Each tried value is a separate search, so each answer comes with a recipe. Sequence lengths and batch sizes grow by a
-factor of GROWTH while a recipe fits. Then HALVINGS steps of bisection narrow the gap between the last number that fits
-and the first number that does not. For longest=model, each model of conf/model except hf is tried, smallest first.
+Each tried value is a separate search, so each answer that fits has a recipe. Sequence lengths and batch sizes grow by a
+factor of GROWTH while a recipe fits. Then HALVINGS steps of bisection narrow the gap between the largest number that
+fits and the smallest number that does not. For longest=model, each model of conf/model except hf is tried, smallest
+first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,27 +19,27 @@ from lowmem.system.errors import Refused
 
 QUESTIONS = ("seq_len", "batch_size", "model")
 FIRST = {"seq_len": 1024, "batch_size": 1}
-# question -> further overrides. With gradient accumulation, the search would split each batch into micro-batches that
-# fit, so accumulation is switched off.
+# question -> overrides that are added to each tried value. With gradient accumulation, the search would split each
+# batch into micro-batches that fit, so accumulation is switched off.
 BESIDE = {"batch_size": ["accumulation=none"]}
-# question -> prefixes of the keys of typed overrides that an answer replaces, in addition to the question's key
+# question -> prefixes of keys. Typed overrides with these keys are dropped, because each answer replaces them.
 INSTEAD_OF = {"seq_len": (), "batch_size": ("accumulation.",), "model": ("model.name", "model.architecture")}
 GROWTH = 4  # factor between two successive numbers while recipes fit
 HALVINGS = 2  # number of bisection steps
-HOPELESS = 1 << 24  # growth ends at this number, which is not tried
+HOPELESS = 1 << 24  # numbers grow up to this limit, which itself is not tried
 
-PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed ones -> the result of a search
+PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed overrides -> the result of a search
 
 
 def lines_that_stay(question: str, typed: Iterable[str]) -> list[str]:
-    """Returns the typed overrides without the overrides of INSTEAD_OF. An override of the question's own key remains;
-    each answer replaces it. Args: question: one of `QUESTIONS`."""
+    """Returns the typed overrides without keys of INSTEAD_OF. An override of the question's own key remains, and each
+    answer replaces it. Args: question: one of `QUESTIONS`."""
     return [line for line in typed if not key(line).startswith(INSTEAD_OF[question])]
 
 
 def answers(question: str, plan_of: PlanOf) -> Iterator[tuple[str, Plan | str]]:
-    """Yields pairs of an override, such as "seq_len=4096", and the plan with this override or the reason why it is
-    refused. Args: question: one of `QUESTIONS`; plan_of: runs a search."""
+    """Yields a pair for each tried value: an override, such as "seq_len=4096", and the plan with this override or the
+    reason why it is refused. Args: question: one of `QUESTIONS`; plan_of: runs a search."""
     if question == "model":
         yield from _models(plan_of)
         return

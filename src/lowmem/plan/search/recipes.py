@@ -4,9 +4,9 @@
         for each set of routes (`candidates.py`)     all on the device; block inputs offloaded; weights streamed; drive
             for each route                           fastest settings that fit (`climb.py`)
                 each recipe                          traced with a few blocks and extrapolated (`extend.py`)
-            the best recipe                          traced at full depth; the search stops if it fits
+            the best recipe that fits                traced at full depth; the search stops if it still fits
 
-A later level or set is tried only if no recipe of the earlier levels and sets fits. The code calls a level a rank.
+A level or set is tried only if no recipe of the earlier levels and sets fits. The code calls a level a rank.
 """
 
 import math
@@ -50,7 +50,7 @@ from lowmem.system.without_gc import undisturbed
 from lowmem.techniques.weights.streamed import HOLDS
 from lowmem.training import build
 
-SAME = 1.03  # recipes whose estimated times differ by at most this factor count as equally fast
+SAME = 1.03  # a recipe counts as equally fast if it takes at most this factor times the time of the fastest recipe
 NO_BF16 = (
     "precision: this card has no bf16 units, so torch emulates bf16 products at half the speed of fp32. Type "
     "precision=16, 16-master or 32."
@@ -59,10 +59,10 @@ NO_BF16 = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Overrides for a run, with the prediction of this run.
+    """Overrides for a run, and the predicted memory and time of this run.
 
     Args:
-        overrides: added to the typed overrides; they replace typed overrides with equal keys.
+        overrides: the overrides to add to the typed overrides. They replace typed overrides with equal keys.
         prediction: the predicted memory.
         seconds: estimated seconds of an optimizer step.
         changes: how the training differs from the typed training.
@@ -89,10 +89,11 @@ class Plan:
 
     Args:
         typed: the typed overrides.
-        recipes: the recipes that fit, best first, followed by the recipes that do not fit, smallest first.
+        recipes: the recipes that were tried: first those that fit, best first, and then the recipes that do not fit,
+            smallest first. Not empty.
         target: the device, host and drive.
-        too_large: number of routes that were skipped, because a lower bound of their memory exceeds the target, or
-            because a route that needs no more memory does not fit.
+        too_large: number of routes that were skipped without a trace. Either a lower bound of the route's memory
+            exceeds the target, or another route does not fit, and is known not to need more memory.
         machine: the rates with which times are estimated.
     """
 
@@ -122,12 +123,12 @@ class Plan:
 
 @undisturbed()  # garbage collections scan all imported modules, and traces leave little garbage
 def search(typed: Typed, target: Target) -> Plan:
-    """Searches level by level until a recipe fits: the typed training, then trainings close to it, then other
-    trainings.
+    """Searches level by level until a recipe fits: first the typed training, then trainings that are close to it, then
+    all others that the search may try.
 
     Raises:
-        Refused: the model cannot be traced, every recipe is refused, the card lacks bf16 matmuls and no other precision
-            may be tried, or the speed of matrix products in the run's dtype is not known.
+        Refused: the model cannot be traced, or every recipe is refused. Or the card has no bf16 matmuls, and no
+            precision without bf16 may be tried. Or the speed of matrix products in the run's dtype is not known.
     """
     state = _Search(typed, target)
     for rank in sorted(state.by_rank):
@@ -145,7 +146,7 @@ def search(typed: Typed, target: Target) -> Plan:
 
 
 class _Search:
-    """The state of a search: the recipes that were traced, and the routes that cannot fit. Args: see `search`."""
+    """A search, and its state: the recipes that were traced, and the routes that cannot fit. Args: see `search`."""
 
     def __init__(self, typed: Typed, target: Target) -> None:
         self.typed, self.target = typed, target
@@ -161,15 +162,15 @@ class _Search:
         names = strategies(typed)
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # overrides -> recipe
-        self.too_large: dict[tuple, Route] = {}  # (option, sums) -> route that cannot fit and was skipped
-        # keys of routes that do not fit with any settings (`Route.on_card`, `Route.on_host`), and (key of a route,
-        # settings) of recipes that do not fit on the card (`_climb`)
+        self.too_large: dict[tuple, Route] = {}  # (option, sums) -> route that was skipped, because it cannot fit
+        # Keys of routes that do not fit with any settings (`Route.on_card`, `Route.on_host`). Also, for recipes that do
+        # not fit on the card, the key of the route with the settings (`_climb`).
         self.hopeless: set[tuple] = set()
 
     def _works(self, strategy: str) -> bool:
-        """Traces one block to find out whether a strategy works with this model. Returns: True if the strategy works.
-        If it does not work, for example because a width is not divisible by the number of devices, the reason is stored
-        in `reasons`."""
+        """Traces one block to find out whether a strategy works with this model. A strategy may be refused, for example
+        because a width is not divisible by the number of devices; then the reason is stored in `reasons`. Returns:
+        False if the strategy is refused."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
             trace(short, self.target.on_card, 1, self.target.capability)
@@ -178,7 +179,7 @@ class _Search:
         return strategy not in self.reasons
 
     def refused(self) -> Iterator[str]:
-        """Yields the reasons why no recipe could be tried. The first reason becomes the error message."""
+        """Yields reasons why no recipe could be tried, at least one. The first reason becomes the error message."""
         yield from self.reasons.values()
         for training, strategy in product(self.trainings, self.strategies):
             run = self.typed.config({**training.chosen, SHARED: strategy})
@@ -192,9 +193,10 @@ class _Search:
     def fits_in(self, rank: int) -> bool:
         """Tries the recipes of a level. Returns: True if a recipe fits.
 
-        Recipes that offload block inputs are tried only if no other recipe with resident weights fits, and recipes that
-        stream weights only after them, because copies between host and card may slow down the training. Recipes with a
-        drive come last: they may be slower still, and writing wears out a drive.
+        First come resident weights with block inputs on the card, then resident weights with offloaded block inputs,
+        then streamed weights, because copies between host and card may slow down the training. Recipes with a drive
+        come last: they may be even slower, and writing wears out a drive. Recipes of a later kind are tried only if no
+        recipe of an earlier kind fits.
         """
         of_rank = self.by_rank[rank]
         every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
@@ -214,8 +216,8 @@ class _Search:
                 yield [route.on_drive(self.target.drive.folder, holds) for route in streamed]
 
     def _any_fits(self, ways: Iterable[Route]) -> bool:
-        """Searches the routes until the best recipe also fits when it is traced at full depth. Only such a recipe may
-        be recommended. Returns: True if such a recipe was found."""
+        """Searches the routes until the best recipe also fits when it is traced at full depth; only a recipe that does
+        may be recommended. Returns: True if such a recipe was found."""
         hopeful = self._hopeful(list(ways))
         while (best := self._fastest(hopeful)) is not None:
             if best.prediction.trace.streamed:
@@ -227,7 +229,8 @@ class _Search:
 
     def _hopeful(self, ways: Sequence[Route]) -> list[Route]:
         """Returns the routes that fit with the settings that need the least memory, sorted by the time per step with
-        these settings. Stores routes that cannot fit in `too_large` or `hopeless`."""
+        these settings. A route whose lower bound exceeds the target, or whose key is in `hopeless`, is not traced, and
+        is stored in `too_large`."""
         hopeful = []
         for route in ways:
             if self._share(route) > 1 or not self.hopeless.isdisjoint((route.on_card, route.on_host)):
@@ -237,10 +240,10 @@ class _Search:
         return [route for _, route in sorted(hopeful, key=itemgetter(0))]
 
     def _smallest_that_fits(self, route: Route) -> Recipe | None:
-        """Returns a recipe that fits, with the settings of a route that need the least memory. First tries a recipe
-        with block inputs in host memory, because it needs the least device memory. If only the block inputs exceed the
-        host memory, or if no such recipe exists, tries a recipe with block inputs on the card. None: neither recipe
-        fits."""
+        """Returns a route's recipe with the settings that need the least memory, if this recipe fits. First tries block
+        inputs in host memory, because these settings need the least device memory. If there are no such settings, or if
+        only the block inputs exceed the host memory, then tries block inputs on the card. None: no tried recipe fits.
+        If no settings of the route can fit, its key is stored in `hopeless`."""
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
             if recipe is None:
@@ -258,7 +261,7 @@ class _Search:
 
     def _fastest(self, ways: Iterable[Route]) -> Recipe | None:
         """Searches the settings of the given routes. Args: ways: the routes, fastest first. Returns: the best of all
-        recipes that were tried so far and fit; None: no recipe fits."""
+        recipes that were tried so far and fit; None if no recipe fits."""
         for route in ways:
             best = self._best()
             self._climb(route).fastest(best.seconds if best else math.inf)
@@ -276,7 +279,7 @@ class _Search:
         return card is not None and recipe.prediction.device.total > card
 
     def _climb(self, route: Route) -> Climb:
-        # routes with equal keys need equal device memory for equal settings
+        # with equal settings, routes with equal keys need equal device memory
         alike = (*route.on_card, route.option.get(ORDER), route.sums)
 
         def look(settings: Settings) -> Recipe | None:
@@ -291,7 +294,8 @@ class _Search:
         return Climb(route.checkpointings, route.losses, smallest, look, self._fits)
 
     def _recipe(self, route: Route, settings: Settings) -> Recipe | None:
-        """Returns the traced recipe of a route with the given settings (cached). None: the recipe is refused."""
+        """Traces the recipe of a route with the given settings, and extrapolates if possible (cached). None: the recipe
+        is refused."""
         batch_size, accumulation = route.micro_batches[settings.size]
         chosen = {"gradient_checkpointing": settings.checkpointing, "loss": settings.loss}
         option = {**route.option, **chosen, "batch_size": str(batch_size), **accumulation}
@@ -305,8 +309,8 @@ class _Search:
     def _tried(
         self, overrides: tuple[str, ...], run: Run, changed: tuple[Change, ...], tracer: Callable[..., Trace] = trace
     ) -> Recipe | None:
-        """Returns the traced recipe of some overrides (cached). None: the recipe is refused; the reason is stored in
-        `reasons`."""
+        """Traces the recipe of some overrides (cached). None: the recipe is refused; the reason is stored in `reasons`.
+        Raises: NotPredicted: the model cannot be traced."""
         if overrides not in self.tried and overrides not in self.reasons:
             try:
                 for reason in refused(run):
@@ -326,21 +330,21 @@ class _Search:
         return seconds
 
     def _add_resident_blocks(self, recipe: Recipe) -> None:
-        """Traces a recipe with streamed weights again, with as many resident blocks as fit on the card. A no-op without
-        a card, or if weights.resident_blocks was typed."""
+        """Traces a variant of a recipe with streamed weights, in which the blocks that fit into the free memory of the
+        card are resident. A no-op if the device memory is unlimited, or if weights.resident_blocks was typed."""
         memory, run = self.target.device_memory, self.typed.config(as_mapping(recipe.overrides))
         if memory is None or RESIDENT in self.typed.values:
             return
         depth, _ = recipe.prediction.trace.blocks
         block = LEAST_RESERVED * recipe.prediction.trace.streamed / depth
-        most = depth - run.weights.arguments["slots"] - 1  # with one more, all blocks would be on the card
+        most = depth - run.weights.arguments["slots"] - 1  # with one more block, all blocks would be on the card
         count = min(int((memory - recipe.prediction.device.total) / block), most)
         overrides = (*recipe.overrides, f"{RESIDENT}={count}")
         if count > 0:
             self._tried(overrides, self.typed.config(as_mapping(overrides)), recipe.changes)
 
     def _fits_in_full(self, recipe: Recipe) -> bool:
-        """Traces a recipe at full depth, if its trace was extrapolated. Returns: True if the recipe fits."""
+        """Traces a recipe at full depth if its trace was extrapolated. Returns: True if the recipe fits."""
         if not recipe.traced:
             run = self.typed.config(as_mapping(recipe.overrides))
             exact = predict(run, self.target, libraries=self.libraries)
@@ -349,8 +353,8 @@ class _Search:
 
     def trace_the_smallest(self) -> None:
         """If no recipe was traced, traces the smallest recipe of the route with the smallest lower bound, so that the
-        plan can report the memory of this recipe. Recipes that fit according to an extrapolated trace are traced at
-        full depth."""
+        plan can report its memory. Then traces recipes at full depth that fit by an extrapolated trace, until one of
+        them fits or none is left."""
         for route in sorted(self.too_large.values(), key=self._share):
             if not self.tried:  # the recipes of the smallest route may be refused
                 self._climb(route).of_least_memory()
@@ -358,8 +362,8 @@ class _Search:
             pass
 
     def _share(self, route: Route) -> float:
-        """Returns a lower bound of a route's memory (weights, gradients, optimizer state) as a share of the target's
-        memory: the larger of the shares of card and host. Above 1, the route cannot fit."""
+        """Returns a lower bound of a route's memory (weights, gradients, optimizer state) divided by the target's
+        memory, for the card or the host, whichever is larger. Above 1, the route cannot fit."""
         needs = (self._least_of_card(route), self._least_of_host(route))
         sizes = (self.target.device_memory, self.target.host_memory)
         return max(need / size if size is not None else 0.0 for need, size in zip(needs, sizes, strict=True))
@@ -387,8 +391,9 @@ class _Search:
 
 
 def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
-    """Yields the routes with only some of their checkpointings: if `on_host` is True, those that offload block inputs
-    to host memory, otherwise all others. Leaves out routes without such a checkpointing."""
+    """Yields copies of the routes with some of their checkpointings: the checkpointings that offload block inputs to
+    host memory if `on_host` is True, otherwise the checkpointings that do not. A route without any such checkpointing
+    is left out."""
     known = techniques("gradient_checkpointing")
     for route in ways:
         names = [name for name in route.checkpointings if known[name].inputs_on_host == on_host]
@@ -397,15 +402,15 @@ def _recomputing(ways: Iterable[Route], on_host: bool) -> Iterator[Route]:
 
 
 def _rank(training: PrecisionAndOptimizer, may_change: Collection[str] | None) -> int:
-    """Returns the level of a training; level 1 is tried first. If `may_change` names a group, trainings close to the
-    typed training also have level 1."""
+    """Returns the level of a training; level 1 is tried first. If `may_change` names a group, trainings that are close
+    to the typed training also have level 1."""
     return Tier.AS_TYPED if training.tier == Tier.CLOSE and may_change else training.tier
 
 
 def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Returns the recipes, best first. The best recipe is, of all recipes that are about as fast as the fastest (SAME),
-    the recipe with the fewest changes of the training, and among equals with the fewest overrides. The other recipes
-    are sorted by time."""
+    """Returns the recipes, best first. The candidates for the best recipe are all recipes that are about as fast as the
+    fastest (SAME). The best candidate has the fewest changes to the training, then the fewest overrides, then the
+    shortest time. All other recipes are sorted by time."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
     as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # a stable sort: ties stay sorted by time
@@ -413,8 +418,8 @@ def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 
 def largest_model(plan: Plan) -> str | None:
-    """Returns the name of the largest model of conf/model that is smaller than the plan's model, and fits with the
-    plan's smallest recipe. None: no model fits. Args: plan: a plan in which no recipe fits."""
+    """Returns the name of the largest model of conf/model (except hf) that is smaller than the plan's model and fits
+    with the plan's smallest recipe. None: no such model fits. Args: plan: a plan in which no recipe fits."""
     recipe, compose = as_mapping(plan.recipes[0].overrides), plan.typed.compose
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):

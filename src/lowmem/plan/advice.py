@@ -1,8 +1,7 @@
-"""Builds the error message of a run that ran out of memory. The message suggests overrides, and `fit.py` raises the
-error.
+"""Builds the error message of a run that ran out of memory; `fit.py` raises the error.
 
-Three kinds of overrides are suggested: techniques that declare `advised: true` in the yaml files of conf/ (at most one
-technique of each group), a smaller batch_size, and a smaller seq_len.
+The message suggests three kinds of overrides: techniques that declare `advised: true` in the yaml files of conf/ (at
+most one technique of each group), a smaller batch_size, and a smaller seq_len.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ def out_of_memory(
 
     Args:
         side: "device" or "host": the memory that ran out.
-        held: bytes by category, on the device at the peak, or on the host when memory ran out.
+        held: category -> bytes: for the device at the peak, for the host when memory ran out.
         choices: group -> technique of the run.
         batch_size, seq_len: settings of the run.
         planned: advice from the planner (`at_start.smaller_recipe`); None if there is none.
@@ -41,8 +40,8 @@ def out_of_memory(
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
-    """Returns overrides that save memory: the advised technique of each group in which the run's technique saves no
-    memory, half the batch_size (if it is above 1), and half the seq_len. Args: see `out_of_memory`."""
+    """Returns overrides that save memory: half the batch_size (if it is above 1), half the seq_len, and for each group
+    in which the run's technique saves no memory, the advised technique of this group. Args: see `out_of_memory`."""
     tries = []
     for group in groups():
         known = techniques(group)
@@ -50,7 +49,7 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
             known.get(choices.get(group)),
             next((name for name, technique in known.items() if technique.advised), None),
         )
-        # such as the group `weights`: streaming needs changes in other groups, so only the planner suggests it
+        # for example the group `weights`: streaming needs changes in other groups, so only the planner suggests it
         if first is None:
             continue
         if group != "accumulation":

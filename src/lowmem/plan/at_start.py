@@ -1,11 +1,11 @@
-"""Plans a run of train.py before it starts. `fit.py` calls this module, and so does `batch_size.py` (`could_fit`).
+"""Plans a run of train.py before it starts. `fit.py` calls this module, and `batch_size.py` calls `could_fit`.
 
     plan=auto, plan=12GiB    `with_recipe` chooses the fastest recipe that fits; then `checked` checks the chosen recipe
     plan=check               `checked` predicts the memory, and refuses a run that does not fit
     plan=off                 nothing is predicted
 
 After an out-of-memory error, `smaller_recipe` searches for a recipe that needs less memory. In a run on several
-devices, only rank 0 predicts the memory, and no recipes are searched.
+devices, only rank 0 predicts the memory, and a search for recipes is refused.
 """
 
 import logging
@@ -36,17 +36,17 @@ from lowmem.system.units import GIB, MIB, duration
 
 log = logging.getLogger(__name__)
 
-LESS = 0.9  # after an out-of-memory error, a recipe may need at most this share of the predicted device memory
+LESS = 0.9  # `smaller_recipe` accepts recipes that need at most this share of the predicted device memory
 
 
 def with_recipe(run: Run, typed: Sequence[str]) -> Run:
-    """Returns the run with the fastest recipe that fits, for plan=auto or plan=<a card's name or size>; for plan=check
-    or plan=off, returns the run unchanged. A recipe changes precision and optimizer only if may_change= names them, and
-    keeps all other typed overrides.
+    """For plan=auto and plan=<a card's name or size>, returns the run with the fastest recipe that fits. For plan=check
+    and plan=off, returns the run unchanged. A recipe changes precision and optimizer only if may_change= names them,
+    and keeps all other typed overrides.
 
     Raises:
-        Refused: no recipe fits, `plan` is not the name or size of a card, or recipes cannot be searched: in a notebook,
-            or if `search` raises Refused.
+        Refused: no recipe fits; `plan` is not the name or size of a card; the run was started from a notebook, where
+            recipes cannot be searched; or `search` raises Refused.
     """
     if run.plan in ("check", "off"):
         return run
@@ -79,9 +79,9 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
     """Predicts the memory of a run, and logs advice. Returns None with plan=off, or if the model cannot be traced.
 
     Raises:
-        Refused: the run needs more memory than the device, the host or the drive has. The message names a recipe that
-            fits, if a search finds one. A prediction that is only an estimate never refuses a run. `predict` also
-            refuses runs that train.py would refuse with plan=off.
+        Refused: the run is predicted to need more memory than the device, the host or the drive has, and the prediction
+            is not only an estimate. The message names a recipe that fits, if a search finds one. `predict` also raises
+            Refused if train.py would refuse the run with plan=off.
     """
     if run.plan == "off":
         return None
@@ -103,9 +103,9 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
 
 def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
-    """Returns advice for a run that ran out of device memory after its memory was predicted: the command of the fastest
-    recipe that is predicted to need at least 10 % less device memory, or a sentence that says that no recipe does.
-    None: the run's memory was not predicted, or the search failed."""
+    """Returns advice for a run that ran out of device memory, although its memory had been predicted. The advice is the
+    command of the fastest recipe that is predicted to need at least 10 % less device memory, or a sentence that says
+    that there is no such recipe. None: the run's memory was not predicted, or the search failed."""
     if prediction is None:
         return None
     log.info("Out of memory: searching for a recipe that needs less memory ...")
@@ -127,8 +127,8 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
 
 
 def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
-    """Returns the estimated seconds of an optimizer step on this machine, from stored rates of the machine. None: no
-    rates are stored, the run has several devices, `prediction` is only an estimate, or the estimate of the time failed
+    """Returns the estimated seconds of an optimizer step on this machine, from the machine's stored rates. None: no
+    rates are stored, the run has several devices, `prediction` is only an estimate, or the time could not be estimated
     (the error is logged)."""
     on_card = run.device == "cuda"
     if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored_rates, {on_card, False})):
@@ -141,8 +141,8 @@ def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
 
 
 def log_duration(steps: int, seconds: float) -> None:
-    """Logs the estimated duration of a run if it is longer than LONG seconds. Args: steps: number of optimizer steps;
-    seconds: seconds per step."""
+    """Logs the estimated duration of a run if it exceeds LONG seconds. Args: steps: number of optimizer steps; seconds:
+    seconds per step."""
     if steps * seconds > LONG:
         log.info(
             f"{steps} steps of about {seconds:.2g} s each take about {duration(steps * seconds)}, without evaluation."
@@ -150,8 +150,8 @@ def log_duration(steps: int, seconds: float) -> None:
 
 
 def could_fit(run: Run) -> bool:
-    """Returns True if a run is predicted to fit on this machine, if its memory cannot be predicted, or if the
-    prediction is only an estimate."""
+    """Returns False if a run is predicted not to fit on this machine. Returns True if the run is predicted to fit, if
+    the prediction is only an estimate, or if the model cannot be traced. Raises: Refused: see `predict`."""
     target = _target(run)
     try:
         prediction = _predicted(run.resolved(), target)
@@ -165,17 +165,17 @@ def _predicted(run: Run, target: Target) -> Prediction:
 
 
 def _target(run: Run) -> Target:
-    """Returns the device, host and drive of this process, with the memory and the drive space that the run may use."""
+    """Returns the device, host and drive of this process, with the memory and space that the run may use."""
     node = rank_environment.on_this_machine() if run.several else NODE
     return Target(run.device == "cuda", _free(run), _host(), node, drives.space(None, run.drive_folder))
 
 
 def _free(run: Run) -> Card | None:
-    """Returns a `Card` whose size is the free device memory, at most memory.limit. None: the device is a CPU and
-    memory.limit is not set, so only the host's memory limits the run.
+    """Returns a `Card` whose size is the free device memory, or memory.limit if this is smaller. For a CPU, the size is
+    memory.limit. None: the device is a CPU and memory.limit is not set, so only the host's memory limits the run.
 
-    Neither size includes the CUDA context: it already exists when the free memory is read, and torch's allocator, which
-    memory.limit limits, does not count it.
+    Neither size includes the CUDA context. It already exists when the free memory is read, and memory.limit limits
+    torch's allocator, which does not count the context.
     """
     limit = run.limit
     if run.device != "cuda":

@@ -1,17 +1,19 @@
 """Implements batch_size=auto, for a run on one device: finds the largest batch_size that fits and divides
-accumulation.size (or accumulation.size / accumulation.devices, if accumulation.devices is typed).
+accumulation.size (or accumulation.size / accumulation.devices, if accumulation.devices is typed). The effective batch
+size does not depend on batch_size.
 
-The planner predicts the largest size that fits, and a trial checks this size. If the trial does not fit, or with
-plan=off, further trials find the size by bisection. The effective batch size, and so the computed update, does not
-change.
+The planner predicts which sizes fit, and a trial checks the largest of them. If this trial does not fit, further trials
+find the size by bisection among the predicted sizes. If no size is predicted to fit, the run is refused without a
+trial. A size whose memory cannot be predicted counts as a size that fits, so without predictions the first trial has
+the largest size. With plan=off nothing is predicted, and bisection among all sizes finds the batch_size.
 
-Each trial is a separate process that trains STEPS steps and evaluates once, so an out-of-memory error cannot affect the
-run. On CUDA, memory.limit caps the caching allocator; without memory.limit, a trial may use all free memory of the
-card. On a CPU, where memory.limit must be set, the memory meter counts the bytes of live tensors and ends the trial
-when they exceed memory.limit, long before the operating system would kill the process.
+Each trial is a separate process, so an out-of-memory error cannot affect the run. A trial runs Lightning's sanity check
+(an evaluation), trains STEPS steps, and evaluates at least once. On CUDA, memory.limit caps the caching allocator;
+without memory.limit, a trial may use all free memory of the card. On a CPU, memory.limit must be set: the memory meter
+counts the bytes of live tensors, and ends the trial when the sum exceeds memory.limit.
 
 Lightning's batch size finder is not used, because it recognizes out-of-memory errors by their text, and saves a full
-checkpoint first (Lightning #9625, #11295).
+checkpoint before its first trial (Lightning #9625, #11295).
 """
 
 import json
@@ -32,13 +34,17 @@ from lowmem.training.training import DidNotFit, training_session
 
 log = logging.getLogger(__name__)
 
-STEPS = 2  # the first step creates the optimizer state, so only the second step begins with the full state
+STEPS = 2  # optimizer steps of a trial: the first creates the optimizer state, and only the second begins with it
 DOES_NOT_FIT = 3  # exit code of a trial
 
 
 def resolve(run: Run) -> Run:
-    """Returns the run with a number for batch_size; the same run if it already has one. Raises: Refused: not even one
-    sequence fits, or a trial failed for a reason other than memory."""
+    """Returns the run with a number for batch_size; the run itself if it already has one.
+
+    Raises:
+        Refused: not even one sequence fits, or is predicted to fit; the prediction refuses the run; or a trial failed
+            for a reason other than memory.
+    """
     if run.batch_size != "auto":
         return run
     total, devices = run.accumulation.size, run.accumulation.devices
@@ -64,7 +70,7 @@ def _is_predicted_to_fit(run: Run, batch_size: int) -> bool:
 
 def largest(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Finds the largest size that fits, by bisection; None if no size fits. Args: sizes: ascending sizes; fits: returns
-    whether a size fits. If a size fits, all smaller sizes must fit, too."""
+    whether a size fits; if a size fits, all smaller sizes must also fit."""
     low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
     while low < high:
         middle = (low + high) // 2
@@ -97,8 +103,8 @@ def fits(run: Run, batch_size: int) -> bool:
 
 def main() -> None:
     """Runs one trial in this process: reads the run's settings from stdin, trains, and deletes the files of the trial.
-    The exit code is 0 if the run fits, and DOES_NOT_FIT if it is out of memory. After any other error the exit code is
-    1, and the error is printed to stderr."""
+    The exit code is 0 if the trial fits, and DOES_NOT_FIT if it runs out of memory. After any other error the exit code
+    is 1, and the error is printed to stderr."""
     quiet()
     run = Run.read(json.loads(sys.stdin.read()))
     try:

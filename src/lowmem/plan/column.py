@@ -23,7 +23,7 @@ LABELS = WORDS | {
 
 
 class Column:
-    """Base class of reports. Each field except `phase` is a row in bytes, and `total` is the sum of all rows."""
+    """Base class of memory reports. Each field except `phase` is a row, in bytes. `total` is the sum of all rows."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -42,8 +42,8 @@ class Column:
 
 @dataclass(frozen=True)
 class DeviceBytes(Column):
-    """Device memory in one phase of one process. `Prediction.device` is the phase that needs the most; there `total` is
-    the memory of the smallest card on which the run works, or on a CPU the bytes of tensors."""
+    """Device memory in one phase of one process. `Prediction.device` is for the phase that needs the most memory; its
+    `total` is the memory of the smallest card on which the run works, or for a run on a CPU the bytes of tensors."""
 
     phase: str
     weights: int = 0
@@ -51,7 +51,7 @@ class DeviceBytes(Column):
     optimizer: int = 0
     activations: int = 0
     temporaries: int = 0  # temporary tensors of the optimizer's update
-    in_flight: int = 0  # gradients that are being copied to the host; with CPU offload, also weights from the host
+    in_flight: int = 0  # gradients on their way to the host; with CPU offload, also weights on their way to the card
     workspaces: int = 0
     fragments: int = 0  # memory that the allocator must reserve in addition to tensors and workspaces
     context: int = 0  # CUDA context and NCCL communicators, outside of torch's allocator
@@ -59,8 +59,8 @@ class DeviceBytes(Column):
 
 @dataclass(frozen=True)
 class HostBytes(Column):
-    """Host memory in one phase of one process. `Prediction.host` is the phase that needs the most, for all processes on
-    a host. On a CPU, host memory includes the rows of device memory."""
+    """Host memory in one phase of one process. `Prediction.host` is for the phase that needs the most memory, and for
+    all processes on a host. For a run on a CPU, the rows include device memory."""
 
     phase: str
     libraries: int = 0
@@ -71,7 +71,7 @@ class HostBytes(Column):
     masters: int = 0
     optimizer: int = 0  # includes paged state that does not fit on the card
     gradients: int = 0
-    activations: int = 0  # includes the memory that rounding the sizes of pinned tensors adds
+    activations: int = 0  # includes the bytes by which sizes of pinned tensors are rounded up
     temporaries: int = 0  # temporary tensors of updates on the host, and tensors that are being loaded or written
     staging: int = 0  # pinned staging buffers, and buffers for swapping with a drive
 
@@ -88,8 +88,8 @@ class DriveBytes(Column):
 
 
 def lines(column: Column, title: str, sum_is: str) -> list[str]:
-    """Formats a report in GiB. Rows are rounded up or down so that the printed rows add up to the printed sum. Args:
-    title: the headline; sum_is: the label of the sum."""
+    """Formats a report in GiB. Each row is rounded up or down, so that the printed rows add up to the printed sum.
+    Args: title: the headline; sum_is: the label of the sum."""
     exact, total = {name: 1000 * size / GIB for name, size in column.rows.items()}, round(1000 * column.total / GIB)
     shown = {name: floor(size) for name, size in exact.items()}
     by_rest = sorted(exact, key=lambda name: shown[name] - exact[name])

@@ -1,4 +1,4 @@
-"""Computes the host memory of a run from its trace: of each phase in one process, and of all processes on a host."""
+"""Computes the host memory of a run from its trace: for each phase of one process, and for all processes on a host."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,23 +20,23 @@ from lowmem.system.units import GIB, MIB
 # Phases in which paged optimizer state does not exist (load), or is already counted as host memory (save, resume).
 BY_HOST = ("load", "save", "resume")
 CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: an assumed margin, not a measurement
-# Host memory of code that the first step loads, and of threads that it starts. Runs of models with 10 to 60 million
-# parameters, on two cores, needed 12 to 20 MiB.
+# Host memory of the code that the first step loads, and of the threads that it starts. Runs of models with 10 to
+# 60 million parameters needed 12 to 20 MiB on two cores.
 WOKEN = 12 * MIB
-# Host memory of torch.compile: 60 to 110 MiB were measured for its first kernels, and 5 to 10 MiB per further kernel.
+# Host memory of torch.compile: 60 to 110 MiB were measured for the first kernels, and 5 to 10 MiB for each later one.
 GENERATOR = GIB // 8
 
 
 def host_phases(
     trace: MemoryTrace, run: Run, device: Mapping[str, DeviceBytes], on_card: bool, libraries: int
 ) -> dict[str, HostBytes]:
-    """Returns the host memory of one process by phase, without the pages of memory-mapped weight files.
+    """Returns phase -> host memory of one process, without the pages of memory-mapped weight files.
 
     Args:
-        trace: the traced run.
+        trace: the trace of the run.
         run: the settings.
-        device: device memory by phase. On a CPU, the device memory is added to the host memory.
-        on_card: whether the run is planned for a card.
+        device: phase -> device memory. For a run on a CPU, it is added to the host memory.
+        on_card: True: the run is planned for a card; False: for a CPU.
         libraries: resident bytes of the process after imports, before the model is built.
     """
     base = HostBytes(
@@ -55,13 +55,13 @@ def host_phases(
 
 
 def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pages: int = 0) -> HostBytes:
-    """Returns the host memory of all processes on a host, in the phase that needs the most.
+    """Returns the host memory of all processes on a host, in the phase that needs the most memory.
 
     Args:
-        phases: bytes of one process by phase.
+        phases: phase -> host memory of one process.
         processes: number of processes on the host.
-        first: bytes of weights that only rank 0 has in memory while the model is loaded.
-        pages: bytes per process of paged optimizer state that does not fit on the card.
+        first: bytes of weights in phase "load" that are in the memory of rank 0 only.
+        pages: bytes per process of paged optimizer state that do not fit on the card.
     """
     every = {
         name: (phase if name in BY_HOST else phase.plus(optimizer=pages)).times(processes)
@@ -72,12 +72,13 @@ def of_host(phases: Mapping[str, HostBytes], processes: int, first: int = 0, pag
 
 
 def mapped(run: Run, parameters: int) -> int:
-    """Returns the bytes of memory-mapped weight files whose pages stay resident, in addition to the loaded tensors,
-    while a local model loads.
+    """Returns the bytes of memory-mapped weight files that are resident in addition to the loaded tensors, while a
+    model is loaded from a folder.
 
-    The pages stay resident if the weights are converted to another dtype, quantized, or split into streamed weights and
-    masters. In all other cases the pages are the memory of the tensors themselves, so the result is 0. It is also 0 for
-    a model with random initial weights, and for a model on the hub, whose files have unknown sizes before the download.
+    The weights are copied if they are converted to another dtype, quantized, or split into streamed weights and
+    masters. Then the pages of the files stay resident beside the copies. In all other cases the pages are the memory of
+    the tensors themselves, so the result is 0. The result is also 0 for a model with random initial weights, and for a
+    model on the hub, because the sizes of its files are not known before the download.
     """
     folder = Path(run.model.name).expanduser()
     if not (run.model.pretrained and folder.is_dir()):
@@ -88,8 +89,8 @@ def mapped(run: Run, parameters: int) -> int:
 
 
 def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Converts the memory tracker's bytes by category to rows of a report: the category "other" is the row
-    "temporaries"."""
+    """Converts category -> bytes of the memory tracker to row -> bytes of a report. The category "other" becomes the
+    row "temporaries"; all other names are equal."""
     return {"temporaries" if category == "other" else category: size for category, size in sizes.items()}
 
 
@@ -97,8 +98,8 @@ def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """Returns row of the report -> bytes of host memory while a model is loaded: weights, masters, a temporary copy of
-    the largest tensor, and the buffers of a drive."""
+    """Returns row of the report -> bytes of host memory while a model is loaded. The rows are weights, masters, a
+    temporary copy of the largest tensor, and the buffers of a drive."""
     loaded, maps, joins = _reading(run)
     arrives_packed = _packs(run) and run.model.pretrained
     read = 0 if arrives_packed or (maps and run.widens_as_sent) else trace.parameters * loaded
@@ -107,9 +108,9 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
     if arrives_packed and joins:
         largest = {"temporaries": 2 * trace.largest * loaded}  # the joined tensor and its parts
     if run.drive_folder is not None and not _packs(run):
-        # All weights are loaded first. Then masters are created and written to the drive, block by block. If the 16-bit
-        # weights are also stored on the drive, and have the dtype of the model's files, the weights are pages of these
-        # files until they are written to the drive. The system can drop such pages, so they do not count.
+        # All weights are loaded first. Then masters are created and written to the drive, block by block. If the drive
+        # also stores the 16-bit weights, and their dtype is the dtype of the model's files, the loaded weights are
+        # memory-mapped pages of these files. The system can drop such pages, so they do not count.
         read -= trace.streamed if run.reads_weights and maps else 0
         return largest | {"weights": read - here, "staging": trace.drive.room}
     load = _kept_on_host(trace, on_card) if trace.streamed else _masters_and(weights, trace, run, on_card)
@@ -119,17 +120,17 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
 
 
 def _kept_on_host(trace: MemoryTrace, on_card: bool) -> dict[str, int]:
-    """Returns the host memory while a model with streamed weights is loaded: all weights are still on the host, and the
-    masters are created, one weight at a time."""
+    """Returns row -> bytes of host memory while a model with streamed weights is loaded: the streamed weights, the
+    masters, and the weights that are moved to the card later."""
     waiting = trace.streamed + trace.outside
     others = trace.weights - trace.slots if on_card else 0  # resident weights, which are moved to the device later
     return {"weights": waiting + others, "masters": trace.host_bytes - waiting}
 
 
 def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """Returns the host memory while a model with resident weights is loaded. On a CPU, weights are loaded into their
-    final memory (trained weights into their masters), and frozen weights are rounded in place. So only the larger of
-    the two rows counts."""
+    """Returns row -> bytes of host memory while a model with resident weights is loaded. On a CPU, each weight is
+    loaded into its final memory: a trained weight becomes its master, and a frozen weight is rounded in place. So only
+    the larger of the two rows counts."""
     masters = trace.trained_parameters * getattr(torch, run.weights_dtype).itemsize if trace.steps_on_host else 0
     if on_card:
         return {"weights": weights, "masters": masters}
@@ -137,8 +138,8 @@ def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> d
 
 
 def _packs(run: Run) -> bool:
-    """Returns True if the adapter quantizes the base weights. Pretrained weights are quantized one by one while they
-    are loaded."""
+    """Returns True if the adapter quantizes the base weights. Pretrained weights are quantized during loading, one by
+    one."""
     return "weights" in run.technique("adapter").saves
 
 
@@ -147,8 +148,8 @@ def _reading(run: Run) -> tuple[int, bool, bool]:
 
     Returns:
         Bytes per element of the loaded weights.
-        Whether the loaded weights are pages of memory-mapped files, which the system can drop; False for joined
-            weights.
+        Whether the loaded weights are pages of memory-mapped files, which the system can drop; False if transformers
+            joins tensors.
         Whether transformers joins several tensors of the files into one weight.
     """
     loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)
@@ -169,7 +170,7 @@ def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[st
     for name in ("forward", "backward", "step"):
         traced[name]["activations"] += trace.rounding
     traced["step"]["temporaries"] += 0 if on_card and not trace.steps_on_host else trace.unseen
-    paged = {"optimizer": trace.paged}  # reading paged state moves its pages to the host; no copy is made
+    paged = {"optimizer": trace.paged}  # a read of paged state moves its pages to the host; no copy is made
     saved = paged | {"temporaries": _copies(run, trace) if on_card else 0, "weights": _merged(run, trace, on_card)}
     read = paged | {"temporaries": trace.largest_trained * getattr(torch, run.weights_dtype).itemsize}
     resting = traced["evaluation"]
@@ -180,8 +181,8 @@ def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[st
 
 
 def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
-    """Returns row of the report -> bytes of host memory at a point of the trace. Counts the buffers of the drive in
-    place of tensors on the drive."""
+    """Returns row of the report -> bytes of host memory at a point of the trace. If the run uses a drive, subtracts the
+    tensors on the drive, and adds the buffers for swapping."""
     sizes = by_row(point.host_bytes)
     if run.drive_folder is None:
         return sizes
@@ -193,16 +194,16 @@ def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
 
 
 def _copies(run: Run, trace: MemoryTrace) -> int:
-    """Returns the bytes of temporary copies in host memory while saving. A checkpoint copies one tensor at a time from
-    the card; an export copies the tensors of one file at a time."""
+    """Returns the bytes of temporary copies in host memory while a run on a card saves. A checkpoint copies one tensor
+    at a time from the card; an export copies the tensors of one file at a time."""
     size = getattr(torch, run.weights_dtype).itemsize
     exported = trace.trained_parameters if run.exports_adapter else trace.parameters
     return max(trace.largest * size, min(FILE_BYTES, exported * size))
 
 
 def _merged(run: Run, trace: MemoryTrace, on_card: bool) -> int:
-    """Returns the additional host memory for exporting a model with a merged adapter: the model is copied from the card
-    to the host, and a quantized base is dequantized. 0 if the adapter is not merged."""
+    """Returns the additional bytes of host memory for exporting a model with a merged adapter: the model is copied from
+    the card to the host, and a quantized base is dequantized. 0 if the adapter is not merged."""
     if not run.merge:
         return 0
     merged = trace.parameters * getattr(torch, run.export_dtype or "float32").itemsize

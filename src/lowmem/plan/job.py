@@ -24,7 +24,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.quiet_libraries import quiet
 from lowmem.system.terminal import folded
 
-# typed keys that plan.py leaves out of the printed command of train.py
+# keys of plan.py that are left out of the printed train.py command
 OURS = ("gpu", "ram", "drive", "search", "longest", "rows", "node", "may_change")
 
 
@@ -40,7 +40,7 @@ def plan(
         The contents of plan.json.
 
     Raises:
-        Refused: a typed size is invalid, or the run or the model cannot be planned.
+        Refused: a typed size is invalid, the settings are refused, or the model cannot be traced.
     """
     start = time.perf_counter()
     run = settled(cfg)
@@ -59,7 +59,7 @@ def plan(
     check(run, choices)
     quiet()
     loading.check_architecture(run)
-    is_of_here = card is None  # False: gpu= was typed. Then several devices are assumed to be in another machine
+    is_of_here = card is None  # False: gpu= was typed. Then several devices are assumed to be in other machines
     card = cards.here() if card is None and on_card else card
     if ram is None and (is_of_here or run.devices == 1):
         ram = process.available_bytes()
@@ -100,11 +100,12 @@ def plan(
 
 
 def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
-    """Prints each answer to `longest=` when it is found, and then the command of the last answer that fits.
+    """Prints each answer to `longest=` as soon as it is found, and then the command of the last answer that fits.
 
     Returns:
-        The contents of plan.json: `chosen` is the overrides of the last answer that fits (None if no answer fits), and
-        `recipes` has the first recipe of each answer that is a plan."""
+        The contents of plan.json: `chosen` has the overrides of the last answer that fits (None if no answer fits), and
+        `recipes` has the first recipe of each answer, except of answers that are refused.
+    """
     chosen, recipes = None, []
     print(table.ANSWERS)
     for line, found in answers(question, plan_of):
@@ -118,9 +119,9 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
 
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
-    """Returns the run from which the search starts. If several devices but no strategy were typed, this run has a
-    strategy that keeps the full model on each device; the search also tries other strategies. With one device, a typed
-    strategy or search=false, returns the run unchanged."""
+    """Returns the run from which the search starts. If several devices were typed without a strategy, this run has a
+    strategy that keeps the full model on each device, and the search also tries other strategies. Otherwise, and with
+    search=false, returns the run unchanged."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
     tried = (name for name, technique in techniques(SHARED).items() if technique.tried)
@@ -129,8 +130,9 @@ def shared(run: Run, typed: Sequence[str]) -> Run:
 
 
 def resolved(run: Run, on_card: bool) -> Run:
-    """Returns a copy of the run with resolved interpolations and with device=cpu, because runs are always traced on the
-    CPU. With batch_size=auto and without memory.limit, memory.limit becomes the size of the card of gpu=, if any."""
+    """Returns a copy of the run with resolved interpolations, and with device=cpu, because a run is always traced on
+    the CPU. With batch_size=auto and without memory.limit, the size of the card in gpu= (if any) becomes
+    memory.limit."""
     run = run.knowing(device="cpu")
     if run.batch_size == "auto" and run.memory.limit is None:  # batch_size=auto needs a memory limit
         card = cards.card(run.gpu)

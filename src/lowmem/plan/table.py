@@ -18,8 +18,8 @@ from lowmem.system.units import GIB
 
 
 def command(typed: Sequence[str], recipe: Recipe) -> str:
-    """Returns the shell command that runs a recipe. With several hosts, users have to type the command on each host,
-    with the name of the first host in place of HOST."""
+    """Returns the shell command that runs a recipe. With several hosts, users must type the command on each host, and
+    replace HOST by the name of the first host."""
     program, need = ["python"], recipe.prediction
     if need.devices > need.node:
         count = range(-(-need.devices // need.node), need.devices + 1)
@@ -33,8 +33,8 @@ ANSWERS = f"{'':<28}{'device':>8}{'host':>8}  GiB, with the fastest recipe that 
 
 
 def of_answer(line: str, found: Plan | str) -> str:
-    """Formats one answer to `longest=` as a line. Args: line: the override that was tried; found: the plan with this
-    override, or the reason why the override is refused."""
+    """Formats one answer to `longest=` as a line. Args: line: the tried override; found: the plan with this override,
+    or the reason why the override is refused."""
     if isinstance(found, str):
         return f"{line:<28}{'-':>8}{'-':>8}  {found.partition(': ')[2] or found}"
     recipe = found.recipes[0]
@@ -44,12 +44,12 @@ def of_answer(line: str, found: Plan | str) -> str:
 
 
 def of_plan(plan: Plan, rows: int) -> str:
-    """Formats the table of recipes. Consecutive recipes with the same changes of the training are grouped below a
-    heading with the overrides that they share. Each recipe has a row of numbers and a line with its other overrides.
+    """Formats the table of recipes. Consecutive recipes with the same changes to the training form a group, below a
+    heading with the overrides that they share. Each recipe has a row of numbers, and a line with its other overrides.
     Args: rows: maximum number of recipes."""
     head = ("time", "device", "spare", "PyTorch", "host", "peak in")
     cells = [_row(plan, recipe) for recipe in plan.recipes[:rows]]
-    used = [any(column) for column in zip(*cells, strict=True)]  # on a CPU, some columns are empty and are left out
+    used = [any(column) for column in zip(*cells, strict=True)]  # empty columns are left out, for example on a CPU
     head, *cells = (tuple(compress(row, used)) for row in (head, *cells))
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     lines, rows_left = [_line(head, widths)], iter(cells)
@@ -87,7 +87,7 @@ def nothing_fits(plan: Plan) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Formats a row of the table: numbers are aligned to the right, and the phase in the last column to the left."""
+    """Formats a row of the table. Numbers are right-aligned; the phase in the last column is left-aligned."""
     *figures, (peak, _) = zip(cells, widths, strict=True)
     return "  ".join([*(cell.rjust(width) for cell, width in figures), peak])
 
@@ -115,8 +115,8 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _others(plan: Plan) -> list[str]:
-    """Says why recipes that change precision or optimizer are listed or left out; empty if a plan needs no such
-    note."""
+    """Returns a note that says why recipes that change precision or optimizer are listed or left out; empty if the plan
+    needs no such note."""
     if plan.chosen is None or plan.typed.may_change is not None or all(map(plan.typed.keeps, CHANGEABLE)):
         return []
     if plan.chosen.changes:
@@ -189,8 +189,8 @@ def _paged(prediction: Prediction) -> str:
 
 
 def on_drive(prediction: Prediction, target: Target) -> str:
-    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds that the drive takes for
-    both at assumed rates."""
+    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds that both take at the
+    assumed rates of a drive."""
     read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
     seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (
@@ -202,12 +202,13 @@ def on_drive(prediction: Prediction, target: Target) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Formats a number with two significant digits, or as an integer if it is 10 or more."""
+    """Formats a number of 10 or more as an integer, and a smaller number with two significant digits."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def of_prediction(prediction: Prediction, target: Target) -> str:
-    """Formats the prediction of a single run: the reports of device, host and drive, and the peaks of each phase."""
+    """Formats the prediction of a single run: the reports of device, host and drive, the peaks of each phase, and
+    notes."""
     lines = [*_columns(prediction), "", f"{'phase':<12}{'device GiB':>12}{'host GiB':>12}"]
     for name in PHASES:
         need = prediction.phases[name]

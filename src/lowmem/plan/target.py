@@ -9,16 +9,13 @@ from lowmem.plan.tracing.traffic import NODE
 
 @dataclass(frozen=True)
 class Target:
-    """The device, host and drive that a planned run may use.
+    """The device, host and drive that a planned run may use."""
 
-    If `card` or `host_memory` is None, this memory is unlimited. If `drive` is None, no drive may be used.
-    """
-
-    on_card: bool  # plan for CUDA, even on a machine without CUDA
-    card: Card | None = None
-    host_memory: int | None = None  # bytes for all processes on one host
+    on_card: bool  # True: plan for CUDA, even on a machine without CUDA; False: for a CPU
+    card: Card | None = None  # limits device memory, also of a CPU (memory.limit); None: unlimited
+    host_memory: int | None = None  # bytes for all processes on one host; None: unlimited
     node: int = NODE  # maximum number of devices per host
-    drive: DriveSpace | None = None
+    drive: DriveSpace | None = None  # None: no drive may be used
 
     @property
     def device_memory(self) -> int | None:
@@ -26,8 +23,8 @@ class Target:
 
     @property
     def context_bytes(self) -> int:
-        """Returns the bytes of device memory for the CUDA context, which torch's allocator cannot reserve; 0 if `card`
-        is None."""
+        """Returns the bytes of device memory that torch's allocator cannot reserve, because CUDA uses them for its
+        context and kernels; 0 if `card` is None."""
         return self.card.context_bytes if self.card else 0
 
     @property

@@ -1,17 +1,17 @@
 """Simulates torch's caching allocator for CUDA, to predict how many bytes the allocator reserves for a sequence of
 allocations. `prediction.py` replays the allocations of a traced run.
 
-    request (rounded to 512 B)    segment
-    up to 1 MiB                   2 MiB, shared
-    below 10 MiB                  20 MiB, shared
-    larger                        a separate segment, rounded up to 2 MiB
+    request, rounded up to 512 B    a new segment for it
+    up to 1 MiB                     2 MiB, in the pool of small blocks
+    below 10 MiB                    20 MiB, in the pool of large blocks
+    10 MiB or more                  the request rounded up to 2 MiB, in the pool of large blocks
 
-A freed block is merged with adjacent free blocks and can be reused. A request takes the smallest free block that is
-large enough, and among blocks of equal size the block with the lowest address. Segments stay reserved until the card is
-full. Then the allocator releases all unused segments and tries the request again, before it raises an out-of-memory
-error. So two numbers are predicted: the bytes that are reserved if the card has enough room, and the smallest limit
-with which all requests succeed. Source: `malloc`, `get_free_block`, `alloc_block` and `release_cached_blocks` in
-c10/cuda/CUDACachingAllocator.cpp, and c10/core/CachingDeviceAllocator.h.
+A freed block is merged with adjacent free blocks and can be reused. A request takes the smallest free block of its pool
+that is large enough, and among blocks of equal size the block with the lowest address. Segments stay reserved until the
+card is full. Then the allocator releases all unused segments and tries the request again, before it raises an
+out-of-memory error. So two numbers are predicted: the bytes that are reserved if the card has enough room, and the
+smallest limit with which all requests succeed. Source: `malloc`, `get_free_block`, `alloc_block` and
+`release_cached_blocks` in c10/cuda/CUDACachingAllocator.cpp, and c10/core/CachingDeviceAllocator.h.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +26,7 @@ ROUND = 2 << 20
 
 @dataclass(eq=False)
 class Block:
-    """A block of a segment. `before` and `after` are the adjacent blocks in the segment, or None at its ends."""
+    """A block of a segment. `before` and `after` are the adjacent blocks; None at the ends of the segment."""
 
     size: int
     small: bool
@@ -37,7 +37,7 @@ class Block:
 
 
 class Full(Exception):
-    """Out of memory, even after all unused segments were released."""
+    """A request exceeds the limit, even after all unused segments have been released."""
 
 
 class Allocator:
@@ -46,7 +46,7 @@ class Allocator:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.reserved = self.reserved_peak = self.allocated = self.allocated_peak = 0
-        self._end = 0  # first address that was never used; addresses of released segments are not reused
+        self._end = 0  # end of the newest segment; addresses of released segments are not reused
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # is small -> sorted free blocks
 
     def allocate(self, size: int) -> Block:
@@ -99,7 +99,8 @@ class Allocator:
         return Block(total, small, self._end - total)
 
     def _give_back(self) -> None:
-        """Releases all unused segments: a free block without adjacent blocks fills its whole segment."""
+        """Releases all unused segments. A segment is unused if a single free block, without adjacent blocks, fills
+        it."""
         for small, pool in self._free.items():
             in_use = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
             self.reserved -= sum(size for size, *_ in pool) - sum(size for size, *_ in in_use)
@@ -118,7 +119,7 @@ def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> 
     """Simulates a sequence of allocations and releases, and returns the allocator.
 
     Args:
-        events: (serial number of a storage, bytes). Positive bytes are an allocation, negative bytes a release.
+        events: (serial number of a storage, bytes): positive for an allocation, negative for a release.
         limit: maximum reserved bytes; None: unlimited.
 
     Raises:
@@ -136,20 +137,23 @@ def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> 
 def from_the_start(
     events: Sequence[tuple[int, int]], existing: int, weights: int, workspaces: Mapping[int, int]
 ) -> list[tuple[Hashable, int]]:
-    """Returns the events of a run from its start: the allocations of the weights, the events of the first window, the
-    allocations of the other tensors that exist before a later window, and the events of this later window.
+    """Returns the events of a run from its start:
+
+    1. allocations of the weights
+    2. events of the first window: tensors that the window creates and frees, and cuBLAS workspaces
+    3. allocations of the other tensors that exist before a later window, such as optimizer state
+    4. events of this later window
 
     The first window allocates memory that is never freed: cuBLAS workspaces during its passes, and optimizer state
     during its update. These allocations fragment the memory: the tensors of later windows must fit into the gaps
-    between them. Without the first window, the predicted smallest limits of six recipes on an H200 were too small, by
-    up to 7 %. benchmarks/results/h200.md has the errors with the first window.
+    between them. Without the first window, the predicted smallest limits of six recipes on an H200 were up to 7 % too
+    small. benchmarks/results/h200.md has the errors with the first window.
 
     Args:
         events: the events of a later window.
         existing: number of leading events that allocate tensors from before the window. The weights come first.
         weights: bytes of the weights.
-        workspaces: index of an event in the window -> bytes of a workspace that is allocated just before this event,
-            and never freed.
+        workspaces: index of an event in the window -> bytes of a workspace that is allocated just before this event.
     """
     window, end, total = events[existing:], 0, 0
     while end < existing and total < weights:
@@ -165,8 +169,8 @@ def from_the_start(
 
 
 def smallest_limit(events: Sequence[tuple[Hashable, int]], free: Allocator | None = None) -> int:
-    """Returns the smallest limit of reserved bytes with which all events succeed, a multiple of 2 MiB. Args: events:
-    see `replay`; free: the result of `replay(events)`, if known."""
+    """Returns the smallest limit of reserved bytes with which all allocations succeed, as a multiple of 2 MiB. Args:
+    events: see `replay`; free: the result of `replay(events)`; None: it is computed here."""
     free = free or replay(events)
     fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # numbers of 2 MiB units
     while works - fails > 1:

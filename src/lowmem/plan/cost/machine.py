@@ -1,13 +1,13 @@
 """Finds the rates of a machine (FLOP/s and bytes/s), and estimates the time of an operator by a roofline model
 (Williams et al. 2009).
 
-    seconds of an operator = max(FLOPs / rate of matrix products, bytes / memory bandwidth) + launch time
+    seconds of an operator = max(FLOPs / FLOP/s of matrix products, bytes / memory bandwidth) + launch time
 
 The published rates of named cards are in conf/gpu.yaml. The rates of this machine are measured, which takes about a
-second, and are stored in a file for a week. `python -m benchmarks.card` also measures the link with copies in both
+second, and stored in a file, which is used for a week. `python -m benchmarks.card` also measures copies in both
 directions at once (otherwise DUPLEX is assumed), and stores all rates in the same file. If the file cannot be read or
-written, each process measures the rates again, without an error. Operators reach only a share of the peak rates: the
-factors COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
+written, each process measures the rates again, without an error. Operators reach only a share of the peak rates; the
+shares COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
 """
 
 import json
@@ -34,7 +34,7 @@ from lowmem.techniques.precision.cpu_products import widened
 
 COMPUTE, MEMORY = 0.95, 0.7  # shares of peak FLOP/s and of memory bandwidth that operators reach
 LAUNCH = 5e-6  # seconds to launch an operator
-DUPLEX = 0.5  # assumed `duplex` of this machine's link (`cards.LinkBandwidth`): the value of PCIe 4 in conf/gpu.yaml
+DUPLEX = 0.5  # assumed `duplex` of this machine's link (`cards.LinkBandwidth`): the value for PCIe 4 in conf/gpu.yaml
 CACHE = Path(os.environ.get("LOWMEM_RATES") or "~/.cache/lowmem").expanduser().absolute()
 FORMAT, WEEK = 8, 7 * 24 * 3600  # version of the file format; seconds until stored rates expire
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")} | {"tensorfloat32": torch.float32}
@@ -44,19 +44,19 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of a device, its links, its drive and its host."""
+    """The rates of a device, and of the links, the drive and the host that it uses."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # validates values that are read from a file
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # for `stored_rates`, which validates a file
 
     name: str
     flops: dict[str, Rate]  # name of a dtype -> FLOP/s of matrix products
     bandwidth: Rate  # bytes per second of device memory
-    launch: Rate = LAUNCH
+    launch: Rate = LAUNCH  # seconds
     link: cards.LinkBandwidth | None = None  # between host and card; None: the device is a CPU
     peer: Rate | None = None  # bytes per second from other devices of the node; None: equal to `bandwidth`
     network: Rate | None = None  # bytes per second from other nodes; None: equal to `peer`
     drive_read: Rate = drives.READ  # bytes per second
-    drive_written: Rate = drives.WRITTEN
+    drive_written: Rate = drives.WRITTEN  # bytes per second
     host: "Machine | None" = None  # rates of the host's CPU; None if the device is a CPU
 
     def operator(self, work: Work) -> float:
@@ -76,19 +76,20 @@ class Machine:
         return self.flops[dtype]
 
     def exchange(self, traffic: Traffic) -> float:
-        """Returns the seconds of an exchange between devices, in which transfers inside the node and between nodes
-        overlap."""
+        """Returns the seconds of an exchange between devices. Transfers inside the node overlap with transfers between
+        nodes."""
         peer = self.peer or self.bandwidth
         return max(traffic.inside / peer, traffic.between / (self.network or peer))
 
 
 def machine(on_card: bool, card: cards.Card | None = None, products: str = "float32") -> Machine:
-    """Returns the rates of the machine for which a plan is made, multiplied by the shares that operators reach.
+    """Returns the rates of the machine for which a plan is made. FLOP/s and memory bandwidth are multiplied by the
+    shares that operators reach (COMPUTE, MEMORY).
 
     Args:
         on_card: True: the rates of a card; False: the rates of this machine's CPU.
-        card: a card with published rates. For None or a card without published rates, returns the rates of this
-            machine's card; on a machine without a card, returns the rates of `cards.REFERENCE`.
+        card: the card of the plan. If it is None or has no published rates, returns the rates of this machine's card,
+            or of `cards.REFERENCE` if this machine has no card.
         products: dtype of matrix products. With "tensorfloat32", matrix products in fp32 get the rate of TF32.
     """
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):
@@ -104,7 +105,8 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
 
 
 def stored_rates(on_card: bool) -> Machine | None:
-    """Returns the stored rates of this machine. None: no valid rates are stored, or they are older than a week."""
+    """Returns the stored rates of this machine's card or CPU. None: no valid rates are stored, or the stored rates are
+    older than a week."""
     file = _file(on_card)
     with suppress(OSError, ValueError):  # pydantic's errors are ValueErrors
         found = TypeAdapter(Machine).validate_json(file.read_bytes())
@@ -114,9 +116,9 @@ def stored_rates(on_card: bool) -> Machine | None:
 
 
 def store(found: Machine, on_card: bool) -> None:
-    """Stores the rates of this machine. A no-op if the folder is not writable."""
+    """Stores the rates of this machine's card or CPU. A no-op if the file cannot be written."""
     file = _file(on_card)
-    draft = file.with_suffix(f".{os.getpid()}")  # two processes may write at the same time
+    draft = file.with_suffix(f".{os.getpid()}")  # a separate file, because two processes may write at the same time
     with suppress(OSError):
         CACHE.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(asdict(found), indent=2), encoding="utf-8")
@@ -125,7 +127,8 @@ def store(found: Machine, on_card: bool) -> None:
 
 @cache
 def measured(on_card: bool) -> Machine:
-    """Measures the rates of this machine, and stores them in a file. Cached, so each process measures once."""
+    """Measures the rates of this machine's card or CPU, and stores them in a file. Cached, so that each process
+    measures them only once."""
     device = "cuda" if on_card else "cpu"
     memory = torch.ones(1 << 25, device=device)
     bandwidth = 2 * memory.nbytes / fastest(lambda: memory.mul_(1.0), on_card)
@@ -153,8 +156,8 @@ def _products(device: str) -> dict[str, float]:
 
 
 def fastest(call: Callable[[], object], on_card: bool) -> float:
-    """Returns the seconds of the fastest of five calls, after a warm-up call. Other processes have probably delayed the
-    slower calls."""
+    """Returns the seconds of the fastest of five calls, after a warm-up call. The fastest call is the least disturbed
+    by other processes."""
     return min(timeit.repeat(lambda: (call(), on_card and torch.cuda.synchronize()), number=1, repeat=6)[1:])
 
 

@@ -1,7 +1,7 @@
-"""Estimates the seconds of an optimizer step from a trace of its work and the rates of a machine. The planner ranks
-recipes by this time.
+"""Estimates how many seconds an optimizer step takes, from a trace of its work and the rates of a machine. The planner
+ranks recipes by this time.
 
-A machine has five resources that work at the same time. So a phase takes as long as its busiest resource:
+A machine with a card has five resources that work at the same time. So a phase takes as long as its busiest resource:
 
             compute     up (to the card)         down          host           drive
 forward     operators   weights                  block inputs                 weights (read)
@@ -10,16 +10,17 @@ update                  updated weights                        norm, update   ma
 
 Block inputs are copied if activation checkpointing offloads them. All entries except operators and block inputs apply
 only to streamed weights, host masters and CPU offload. The drive is used only with weights.drive. With
-weights.drive_holds=all, the 16-bit weights are also on the drive: passes read them, the update reads and writes them.
+weights.drive_holds=all, the 16-bit weights are also on the drive: passes read them, and the update reads and writes
+them.
 
 - With early updates of host masters (`Run.early`), the norm and the update overlap with the last backward pass.
-- Without early updates, the host first computes the norm of all gradients. Then the update overlaps with the first
-  forward pass of the next window.
+- With host masters but without early updates, the host first computes the norm of all gradients. Then the update
+  overlaps with the first forward pass of the next window.
 - An update on the card, or on the host with CPU offload, does not overlap with a pass.
 - If the device is a CPU, only two resources overlap with each other: the host (sums and updates) and the drive (reads
   and writes). All other work is sequential.
-- An asynchronous exchange between devices overlaps with the pass that starts it. The device waits for all other
-  exchanges.
+- An asynchronous exchange between devices overlaps with the pass that starts it. During a synchronous exchange, the
+  device waits.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from lowmem.plan.tracing.traces import WorkTrace
 from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases in the work of a trace
-TRAVEL = "travel"  # phase of some traces: copies of weights for a pass
+TRAVEL = "travel"  # phase in the work of a trace, if weights are streamed: copies of weights for the passes
 SUM_BYTES = 4  # bytes per element of summed gradients (fp32)
 REACHED = 0.65  # share of a card's peak FLOP/s that forward and backward reach (published: 0.5 to 0.9)
 
@@ -41,9 +42,10 @@ class WindowTime(NamedTuple):
     """Estimated seconds of a window.
 
     Args:
-        passes: the operators of all forward and backward passes.
-        transfers: the part of copies, host work and exchanges during the passes that does not overlap with operators.
-        step: the part of gradient norm and update that does not overlap with a pass.
+        passes: the time of the operators of all forward and backward passes.
+        transfers: the time of copies, host work and exchanges during the passes, without the part that overlaps with
+            operators.
+        step: the time of gradient norm and update, without the part that overlaps with a pass.
     """
 
     passes: float
@@ -69,7 +71,7 @@ class Load(NamedTuple):
 
     def seconds(self, link: LinkBandwidth | None) -> float:
         """Returns the seconds until all resources have finished. While the link copies down, copies up reach only the
-        share `link.duplex` of their rate. Without a link (the device is a CPU), nothing is copied down, and only the
+        share `link.duplex` of their full rate. Without a link, the device is a CPU: `down` is ignored, and only the
         host and the drive overlap with each other."""
         if link is None:
             return self.compute + self.up + max(self.host, self.drive)
@@ -82,7 +84,7 @@ def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> 
 
 
 def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
-    """Returns the seconds of a trace's operators by phase. If the optimizer runs on the host, the phases of STEP are
+    """Returns phase -> seconds of a trace's operators. If the optimizer runs on the host, the phases of STEP are
     computed with the host's rates. All other work is computed with the device's rates."""
     host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
     durations = dict.fromkeys((*PASSES, *STEP), 0.0)
@@ -100,8 +102,8 @@ def window(
         machine: the rates.
         run: the settings.
         trace: the traced work.
-        durations: the result of `seconds`. The phases "forward", "backward" and "sum" are for one micro-batch. If
-            micro-batches overlap (`Run.overlaps`), these phases are for the full window.
+        durations: the result of `seconds`. The phases "forward", "backward" and "sum" are for one micro-batch, or for
+            the full window if micro-batches overlap (`Run.overlaps`).
         micro_batches: number of micro-batches of the window.
         node: devices per node.
     """
@@ -118,8 +120,8 @@ def window(
 def _passes(
     machine: Machine, run: Run, trace: WorkTrace, durations: Mapping[str, float], micro_batches: int
 ) -> tuple[Load, Load]:
-    """Returns the loads of a forward and of a backward pass: for the full window if micro-batches overlap, otherwise
-    for one micro-batch."""
+    """Returns the loads of a forward pass and of a backward pass: for the full window if micro-batches overlap,
+    otherwise for one micro-batch."""
     up, down = (1 / machine.link.up, 1 / machine.link.down) if machine.link else (0.0, 0.0)
     read = 1 / machine.drive_read if run.reads_weights else 0.0
     boundaries, head = trace.offloaded, trace.head * (micro_batches if run.overlaps else 1)
@@ -142,18 +144,18 @@ def _step(
     if link is None or trace.steps_on_host or trace.waits_on_host:
         update *= run.technique("optim").cpu_factor
     stepped = trace.drive.stepped if run.drive_folder else 0
-    # the update and the drive overlap, but the drive is assumed not to read and write at the same time
+    # the update overlaps with the drive's accesses, but the drive is assumed not to read and write at the same time
     drive = stepped / machine.drive_read + stepped / machine.drive_written
     if link is None or not trace.steps_on_host:
         # paged state is not in the traced work; the update reads and writes the full paged state once
         return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth
-    # bytes of resident weights that are copied to the card after the update; streamed weights are copied in the passes
+    # bytes of resident weights, which are copied to the card after the update; streamed weights are copied in passes
     copied = max(0, run.product_bytes * trace.trained_parameters - trace.streamed - trace.outside)
     update += 2 * copied / (machine.host or machine).bandwidth  # the host copies the weights into pinned buffers
     load = Load(up=copied / link.up, host=update + norm if run.early else update, drive=drive)
     hides = passes[1] if run.early else passes[0]
-    # The update of the embedding cannot overlap with a pass, because the backward pass computes the embedding's
-    # gradient last. The embedding is assumed to be the largest weight.
+    # The update of the embedding cannot overlap with the backward pass, which computes the embedding's gradient last,
+    # or with the next forward pass, which needs the embedding first. It is assumed to be the largest weight.
     exposed = max(update, drive) * trace.largest_trained / trace.trained_parameters
     beyond = (hides + load).seconds(link) - hides.seconds(link)
     return max(exposed, beyond) + (0.0 if run.early else norm)
@@ -161,8 +163,8 @@ def _step(
 
 def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
     """Returns the bytes of gradients that a backward pass copies to the host. With weights.order=by_layer, returns the
-    bytes that all backward passes of a window copy: the gradients of a block are summed on the card in fp32, and
-    copied once."""
+    bytes that all backward passes of a window copy: the gradients of each block are summed on the card in fp32, and
+    only the sums are copied. Gradients of other weights are copied for each micro-batch."""
     element, in_blocks = run.product_bytes, trace.trained_in_blocks
     if not run.by_layer or micro_batches == 1:
         return element * trace.trained_parameters
@@ -170,9 +172,9 @@ def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
 
 
 def free_from(machine: Machine, products: str) -> float:
-    """Returns the number of tokens from which streamed weights cost no extra time: tokens per micro-batch, or with
-    weights.order=by_layer per window. In a forward pass, each weight takes 2 FLOPs per token, and 2 bytes are copied to
-    the card.
+    """Returns the smallest number of tokens with which streamed weights cost no extra time: tokens per micro-batch, or
+    with weights.order=by_layer tokens per window. In a forward pass, each parameter takes 2 FLOPs per token, and its
+    2 bytes are copied to the card once.
 
     For a mixture of experts, divide the result by the share of active parameters.
     """

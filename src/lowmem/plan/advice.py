@@ -1,7 +1,8 @@
 """Builds the error message of a run that ran out of memory; `fit.py` raises the error.
 
 The message suggests three kinds of overrides: techniques that declare `advised: true` in the yaml files of conf/ (at
-most one technique of each group), a smaller batch_size, and a smaller seq_len.
+most one technique of each group), a smaller batch_size, and a smaller seq_len. If host memory ran out, the only
+suggested techniques are optimizers.
 """
 
 from collections.abc import Mapping

@@ -127,9 +127,9 @@ def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None
 
 
 def seconds_per_step(run: Run, prediction: Prediction) -> float | None:
-    """Returns the estimated seconds of an optimizer step on this machine, from the machine's stored rates. None: no
-    rates are stored, the run has several devices, `prediction` is only an estimate, or the time could not be estimated
-    (the error is logged)."""
+    """Returns the estimated seconds of an optimizer step on this machine, from the machine's stored rates. None: the
+    rates of the device or of the CPU are not stored, the run has several devices, `prediction` is only an estimate, or
+    the time could not be estimated (the error is logged)."""
     on_card = run.device == "cuda"
     if prediction.estimate or prediction.devices > 1 or not all(map(machine.stored_rates, {on_card, False})):
         return None
@@ -186,7 +186,7 @@ def _free(run: Run) -> Card | None:
 
 def _host() -> int:
     """Returns the bytes of host memory that all ranks on this machine may use together: the free memory plus the memory
-    that the ranks already use. Each rank is assumed to use as much as this process."""
+    that the ranks already use. Each rank is assumed to use the same amount as this process."""
     return process.available_bytes() + rank_environment.on_this_machine() * process.rss_bytes()
 
 

@@ -3,9 +3,10 @@ accumulation.size (or accumulation.size / accumulation.devices, if accumulation.
 size does not depend on batch_size.
 
 The planner predicts which sizes fit, and a trial checks the largest of them. If this trial does not fit, further trials
-find the size by bisection among the predicted sizes. If no size is predicted to fit, the run is refused without a
-trial. A size whose memory cannot be predicted counts as a size that fits, so without predictions the first trial has
-the largest size. With plan=off nothing is predicted, and bisection among all sizes finds the batch_size.
+find the largest size by bisection among the sizes that are predicted to fit. If no size is predicted to fit, the run is
+refused without a trial. A size whose memory cannot be predicted counts as a size that fits, so without predictions the
+first trial has the largest size. With plan=off nothing is predicted, and bisection among all sizes finds the
+batch_size.
 
 Each trial is a separate process, so an out-of-memory error cannot affect the run. A trial runs Lightning's sanity check
 (an evaluation), trains STEPS steps, and evaluates at least once. On CUDA, memory.limit caps the caching allocator;

@@ -120,8 +120,8 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
 
 def shared(run: Run, typed: Sequence[str]) -> Run:
     """Returns the run from which the search starts. If several devices were typed without a strategy, this run has a
-    strategy that keeps the full model on each device, and the search also tries other strategies. Otherwise, and with
-    search=false, returns the run unchanged."""
+    strategy that keeps the full model on each device, and the search also tries other strategies. In all other cases,
+    and with search=false, the run is returned unchanged."""
     if not run.search or run.devices == 1 or any(key(line) == SHARED for line in typed):
         return run
     tried = (name for name, technique in techniques(SHARED).items() if technique.tried)

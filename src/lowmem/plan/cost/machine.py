@@ -1,7 +1,7 @@
 """Finds the rates of a machine (FLOP/s and bytes/s), and estimates the time of an operator by a roofline model
 (Williams et al. 2009).
 
-    seconds of an operator = max(FLOPs / FLOP/s of matrix products, bytes / memory bandwidth) + launch time
+    seconds of an operator = max(FLOPs / rate of matrix products, bytes / memory bandwidth) + launch time
 
 The published rates of named cards are in conf/gpu.yaml. The rates of this machine are measured, which takes about a
 second, and stored in a file, which is used for a week. `python -m benchmarks.card` also measures copies in both

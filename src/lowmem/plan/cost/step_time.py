@@ -33,7 +33,7 @@ from lowmem.plan.tracing.traces import WorkTrace
 from lowmem.plan.tracing.traffic import EARLIER, NODE, by_phase, how_often
 
 PASSES, STEP = ("forward", "backward"), ("sum", "step", "update")  # phases in the work of a trace
-TRAVEL = "travel"  # phase in the work of a trace, if weights are streamed: copies of weights for the passes
+TRAVEL = "travel"  # phase in the work of some traces: copies between host and device, for example of streamed weights
 SUM_BYTES = 4  # bytes per element of summed gradients (fp32)
 REACHED = 0.65  # share of a card's peak FLOP/s that forward and backward reach (published: 0.5 to 0.9)
 
@@ -149,13 +149,13 @@ def _step(
     if link is None or not trace.steps_on_host:
         # paged state is not in the traced work; the update reads and writes the full paged state once
         return norm + max(update, drive) + 2 * trace.paged / machine.bandwidth
-    # bytes of resident weights, which are copied to the card after the update; streamed weights are copied in passes
+    # bytes that are copied to the card after the update: the resident weights (passes copy streamed weights)
     copied = max(0, run.product_bytes * trace.trained_parameters - trace.streamed - trace.outside)
     update += 2 * copied / (machine.host or machine).bandwidth  # the host copies the weights into pinned buffers
     load = Load(up=copied / link.up, host=update + norm if run.early else update, drive=drive)
     hides = passes[1] if run.early else passes[0]
     # The update of the embedding cannot overlap with the backward pass, which computes the embedding's gradient last,
-    # or with the next forward pass, which needs the embedding first. It is assumed to be the largest weight.
+    # or with the next forward pass, which needs the embedding first. The largest weight is assumed to be the embedding.
     exposed = max(update, drive) * trace.largest_trained / trace.trained_parameters
     beyond = (hides + load).seconds(link) - hides.seconds(link)
     return max(exposed, beyond) + (0.0 if run.early else norm)

@@ -108,9 +108,12 @@ class Typed:
             return False
 
     def keeps(self, group: str) -> bool:
-        """Returns True if all recipes must have the typed run's technique of a group. For a group of CHANGEABLE: if
-        `may_change` does not name the group. (If `may_change` is None: if the group's technique was typed.) For any
-        other group: if its technique, or one of its keys such as loss.rows, was typed."""
+        """Returns True if all recipes must have the typed run's technique of a group:
+
+        - a group of CHANGEABLE, if `may_change` is given and does not name the group
+        - a group of CHANGEABLE, if `may_change` is None and the group's technique was typed
+        - any other group, if its technique or one of its keys, such as loss.rows, was typed
+        """
         if group in CHANGEABLE and self.may_change is not None:
             return group not in self.may_change
         return group in self.values or (
@@ -140,8 +143,8 @@ class PrecisionAndOptimizer:
 
 @dataclass(frozen=True)
 class Route:
-    """A precision and an optimizer with a strategy and a place for the weights. The last arguments list the settings
-    from which `climb.py` chooses.
+    """A precision and an optimizer with a strategy and a place for the weights. `climb.py` chooses from the route's
+    `micro_batches`, `checkpointings` and `losses`.
 
     Args:
         training: precision and optimizer.
@@ -217,8 +220,8 @@ def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str]
     With host masters, one route has several micro-batches per step, and another route has a single micro-batch: several
     micro-batches need fp32 sums of gradients in host memory, and a single micro-batch needs more device memory. If
     weights are streamed and weights.order was not typed, there are two routes with several micro-batches, one for each
-    order. A last route, with optim.in_backward=true, has a single micro-batch. It is left out if the key was typed, or
-    if its run would be refused.
+    order. A further route, with optim.in_backward=true, has a single micro-batch. It is left out if the key was typed,
+    or if its run would be refused.
 
     Args:
         typed: the typed overrides.
@@ -262,7 +265,7 @@ def strategies(typed: Typed) -> list[str]:
 
 
 def _makes_up(typed: Typed, strategy: str) -> bool:
-    """Returns True if a strategy's groups of devices divide the devices evenly."""
+    """Returns True if the number of devices is a multiple of the size of the strategy's groups."""
     with suppress(Refused):
         return bool(typed.config({SHARED: strategy}).data_ranks)
     return False

@@ -138,9 +138,11 @@ def line_of(run: Run) -> Line | None:
 
 
 def _line(kinds: Sequence[Hashable]) -> Line | None:
-    """Returns the extrapolation from the two shortest suitable models. Two models are suitable under two conditions.
-    Each kind of block has the same share in the blocks that the longer model adds to the shorter model as in all blocks
-    that the shorter model lacks. Both models end with the kind of block with which the full model ends.
+    """Returns the extrapolation from the two shortest suitable models. Two models are suitable if both conditions hold:
+
+    - Each kind of block has the same share in the blocks that the longer model adds to the shorter model as in all
+      blocks that the shorter model lacks.
+    - Both models end with the kind of block with which the full model ends.
 
     Args:
         kinds: the kind of each block of the full model.

@@ -50,7 +50,7 @@ from lowmem.system.without_gc import undisturbed
 from lowmem.techniques.weights.streamed import HOLDS
 from lowmem.training import build
 
-SAME = 1.03  # a recipe counts as equally fast if it takes at most this factor times the time of the fastest recipe
+SAME = 1.03  # recipes that take at most 1.03 times the time of the fastest recipe count as equally fast
 NO_BF16 = (
     "precision: this card has no bf16 units, so torch emulates bf16 products at half the speed of fp32. Type "
     "precision=16, 16-master or 32."
@@ -194,9 +194,9 @@ class _Search:
         """Tries the recipes of a level. Returns: True if a recipe fits.
 
         First come resident weights with block inputs on the card, then resident weights with offloaded block inputs,
-        then streamed weights, because copies between host and card may slow down the training. Recipes with a drive
-        come last: they may be even slower, and writing wears out a drive. Recipes of a later kind are tried only if no
-        recipe of an earlier kind fits.
+        then streamed weights, and last streamed weights with a drive. Each kind of recipe is tried only if no recipe of
+        the earlier kinds fits. The reason for this order is that copies between host and card may slow down the
+        training, that a drive may be even slower, and that writing wears out a drive.
         """
         of_rank = self.by_rank[rank]
         every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
@@ -216,8 +216,8 @@ class _Search:
                 yield [route.on_drive(self.target.drive.folder, holds) for route in streamed]
 
     def _any_fits(self, ways: Iterable[Route]) -> bool:
-        """Searches the routes until the best recipe also fits when it is traced at full depth; only a recipe that does
-        may be recommended. Returns: True if such a recipe was found."""
+        """Searches the routes until the best recipe also fits when it is traced at full depth, because only such a
+        recipe may be recommended. Returns: True if such a recipe was found."""
         hopeful = self._hopeful(list(ways))
         while (best := self._fastest(hopeful)) is not None:
             if best.prediction.trace.streamed:
@@ -353,8 +353,8 @@ class _Search:
 
     def trace_the_smallest(self) -> None:
         """If no recipe was traced, traces the smallest recipe of the route with the smallest lower bound, so that the
-        plan can report its memory. Then traces recipes at full depth that fit by an extrapolated trace, until one of
-        them fits or none is left."""
+        plan can report its memory. If recipes fit according to extrapolated traces, traces the best of them at full
+        depth, until one still fits or none is left."""
         for route in sorted(self.too_large.values(), key=self._share):
             if not self.tried:  # the recipes of the smallest route may be refused
                 self._climb(route).of_least_memory()

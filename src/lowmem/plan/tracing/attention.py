@@ -5,9 +5,9 @@ The flash, memory-efficient and cuDNN kernels save no tensor with (tokens, token
 three kernels supports a call, torch uses the math kernel, which saves several tensors of this size.
 
 CPU builds of torch lack the code that selects a CUDA kernel, so this module implements the rules of torch 2.11 to 2.13.
-torch's rules are in cuda/sdp_utils.cpp and sdp_utils_cpp.h (in aten/src/ATen/native/transformers); comments name the
-file of rules from elsewhere. On a card, tests/plan/test_attention.py compares the predictions with
-`torch._fused_sdp_choice`. On an H200 with torch 2.11, all predictions agreed.
+The rules come from cuda/sdp_utils.cpp and sdp_utils_cpp.h in aten/src/ATen/native/transformers; comments name all other
+sources. On a card, tests/plan/test_attention.py compares the predictions with `torch._fused_sdp_choice`. On an H200
+with torch 2.11, all predictions agreed.
 """
 
 from dataclasses import dataclass, replace
@@ -96,9 +96,9 @@ def _cudnn(call: AttentionCall, capability: float) -> bool:
     """Returns whether cuDNN attention supports the call, as can_use_cudnn_attention does.
 
     torch 2.11 accepts any dropout probability, and for compute capability 9.0 head sizes up to 256. Later versions
-    accept only a dropout probability that is a multiple of 1/16 (check_cudnn_dropout). With a newer cuDNN, they also
-    accept head sizes up to 256, but for head sizes above 128 this function still returns False: the flash kernel, which
-    is predicted instead, needs about the same memory.
+    accept only a dropout probability that is a multiple of 1/16 (check_cudnn_dropout). With a newer cuDNN, later
+    versions also accept head sizes up to 256, but for head sizes above 128 this function still returns False: the flash
+    kernel, which is predicted instead, needs about the same memory.
     """
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
         return False

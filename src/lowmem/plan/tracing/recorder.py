@@ -1,5 +1,5 @@
-"""The memory meter of a traced run: records every allocation and release in the traced window and evaluation. In the
-window, it also records the place in the model.
+"""The memory meter of a traced run: records every allocation and release in the traced window and evaluation. For the
+window, it also records the places in the model where these events happen.
 
 A place is a phase and a position: "start" (before the first block), "first" (in the first block), "middle", "last", or
 "end" (after the last block). For example, backward begins at "backward end", in the head and the loss. With

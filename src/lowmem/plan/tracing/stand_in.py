@@ -30,7 +30,8 @@ THRESHOLD = 4096  # parameters with fewer elements have 32-bit state in 8-bit op
 
 
 class Rate(NamedTuple):
-    """Bytes of optimizer memory per element of a parameter, for one role and size of parameters."""
+    """Bytes of optimizer memory per element of a parameter. Each role has a rate for small parameters (fewer than
+    THRESHOLD elements), and a rate for all other parameters."""
 
     tensors: tuple[float, ...]  # an entry for each tensor of the state
     scratch: float  # temporary memory of a step

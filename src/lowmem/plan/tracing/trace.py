@@ -219,7 +219,7 @@ def _documents(run: Run, on_card: bool, capability: float | None) -> Iterator[No
     """Context manager that fixes the number of documents per packed row. A run derives this number from the values of
     the positions, but fake tensors have no values. If attention is computed document by document, each row is assumed
     to have two documents. If one kernel call computes all documents, each row is assumed to have one document: the
-    bytes that the call saves do not depend on the number of documents."""
+    bytes that the call saves for backward do not depend on the number of documents."""
     at_once = on_card and run.product_bytes == 2 and (capability is None or capability >= 8.0)
     number = 1 if at_once else 2
 
@@ -307,7 +307,7 @@ def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
     optimizer's operators, in bytes per element (0.0 if its operators can be traced or need no such memory)."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
     if run.technique("optim").steps_by is None:
-        # CUDA kernels need no temporary memory. Compiled code is assumed to need the same amount on a card as on a CPU.
+        # Optimizers' CUDA kernels need no temporary memory. Compiled code is assumed to need the same on card and CPU.
         if compiled or run.masters or not on_card:
             scratch = _once(unseen, run, make)
         make = _once(stand_in, run, make, on_card or compiled, on_card)

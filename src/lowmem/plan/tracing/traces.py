@@ -61,9 +61,9 @@ class WorkTrace(ModelSizes):
     """Work of one window."""
 
     # (phase, work of an operator) -> number of calls. Phases of each micro-batch: forward, backward, sum (the host sums
-    # gradients) and travel (weights are copied). Phases of a window: step (gradient norm and other work before the
-    # update) and update. In all micro-batches except the last of a window, forward and backward have the prefix
-    # EARLIER, unless micro-batches overlap (`Run.overlaps`).
+    # gradients) and travel (copies between host and device, for example of weights or block inputs). Phases of a
+    # window: step (gradient norm and other work before the update) and update. Unless micro-batches overlap
+    # (`Run.overlaps`), forward and backward have the prefix EARLIER in all micro-batches except the last of a window.
     work: Counter[tuple[str, Work]]
     sent: Counter[tuple[str, Collective]]  # (phase, collective) -> bytes of the full tensors
 

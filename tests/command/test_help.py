@@ -65,7 +65,8 @@ def test_comment_of_each_key_and_heading_of_a_yaml_are_parsed(tmp_path):
 def test_help_shows_every_key_of_config_yaml_with_its_comment(typed):
     assert len(COMMENTS) > 30
     for key, comment in COMMENTS.items():
-        assert f"{key.removeprefix('defaults.')}" in typed and unwrapped(comment) in unwrapped(typed), key
+        line = re.search(rf"^ +{re.escape(key.removeprefix('defaults.'))}\b", typed, re.MULTILINE)
+        assert line and unwrapped(comment) in unwrapped(typed[line.start() :]), key
 
 
 def test_every_overridable_key_of_config_yaml_and_plan_yaml_has_a_comment():

@@ -43,7 +43,7 @@ def test_replaced_architecture_keeps_no_keys_of_the_old_architecture():
 
 def test_settling_a_config_reports_an_invalid_lr_and_an_invalid_max_steps_together():
     with pytest.raises(Refused) as refusal:
-        settled(composed(["lr=-1", "max_steps=0", "+optim.lrs=1e-3"]))
+        settled(composed(["lr=-1", "max_steps=0"]))
     assert str(refusal.value).count("\n") >= 1 and "lr=-1" in str(refusal.value) and "max_steps=0" in str(refusal.value)
 
 

@@ -264,12 +264,15 @@ def test_tokenizer_of_a_model_with_a_nested_text_config_fits_its_vocabulary_and_
 
 
 def test_default_configuration_of_every_causal_family_passes_the_checks_of_its_values():
+    checked = 0
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = CONFIG_MAPPING[model_type]()
         except Exception:  # some classes have no default values
             continue
         loading._refuse_impossible(config, {"num_hidden_layers": 2})
+        checked += 1
+    assert checked > 0.9 * len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def test_uneven_key_value_heads_are_accepted_with_latent_attention():

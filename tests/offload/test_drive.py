@@ -265,7 +265,7 @@ def test_dense_first_blocks_do_not_enlarge_the_drive_buffers_of_a_mixture_of_exp
 
 def test_tensors_below_a_page_are_not_swapped_to_a_drive(tmp_path):
     blocks, _, _ = swap_files(tmp_path)
-    assert all(tensor.nbytes >= PAGE for tensor in blocks.tensors())
+    assert blocks.tensors() and all(tensor.nbytes >= PAGE for tensor in blocks.tensors())
 
 
 def test_writing_to_an_unpinned_tensor_swapped_to_a_drive_kills_the_process(tmp_path):

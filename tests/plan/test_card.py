@@ -88,6 +88,17 @@ def cubed_on_card(x):
         return torch.autograd.grad((x**3).sum(), x)[0]
 
 
+@pytest.mark.parametrize("name", as_card.SUMS_IN_FP32)
+def test_imitated_cuda_autocast_computes_sums_without_an_fp32_copy_of_their_input(monkeypatch, name):
+    copied, widened = [], as_card._widened
+    monkeypatch.setattr(as_card, "_widened", lambda value: copied.append(value) or widened(value))
+    with as_card.kernels(True), torch.autocast("cpu", dtype=torch.bfloat16):
+        op = getattr(torch.ops.aten, name.partition(".")[0])
+        arguments = () if name == "sum" else (0,)
+        op(torch.ones(4, 4, dtype=torch.bfloat16), *arguments)
+    assert not copied
+
+
 def test_traced_gelu_of_gpt2_under_autocast_saves_fp32_tensors_on_a_card(config):
     """GELU's tanh approximation computes a third power, which CUDA's autocast runs in fp32. So the power, the sum and
     the tanh are fp32: 4 x 64 elements each per token."""

@@ -61,8 +61,9 @@ def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
 
     Each thread that computes matrix products has a separate workspace: the training thread computes the forward pass,
     and autograd's thread the backward pass. With weights.order=by_layer, each micro-batch has a thread that computes
-    both passes. Then the first value is for the threads of all micro-batches, and the second value is for the training
-    thread, which computes evaluations. Pipelines get the same values as by_layer.
+    both passes, in training and in evaluations. Then the first value is for the threads of all micro-batches, and the
+    second value is for the training thread, which computes groups of a single micro-batch. Pipelines get the same
+    values as by_layer.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))
     return (run.windows.largest if run.overlaps else 1) * size, size
@@ -106,21 +107,24 @@ def _cast(op: Callable, *args, **kwargs) -> Tensor:
 def _with_dtype(op: Callable, input: Tensor, *args, **kwargs) -> Tensor:
     has_dtype = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
     with torch.autocast("cpu", enabled=False):
-        if has_dtype or _widened(input) is input:
+        if has_dtype or not _has_16_bits(input):
             return op(input, *args, **kwargs)
         return op(input, *(arg for arg in args if arg is not None), **kwargs | {"dtype": torch.float32})
 
 
 def _widened(value: object) -> object:
-    is_short = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if is_short else value
+    return value.float() if _has_16_bits(value) else value
+
+
+def _has_16_bits(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
 
 
 def foreach(make: MakeOptimizer) -> MakeOptimizer:
     """Returns a factory of optimizers that use torch.optim's foreach implementation, which is the default on CUDA but
     not on a CPU (`_default_to_fused_or_foreach` in torch/optim/optimizer.py). The temporary tensors of foreach take
-    about the same memory as the parameters. Optimizers whose option `foreach` or `fused` is set keep their
-    implementation."""
+    about the same memory as the parameters. Optimizers keep their implementation if `foreach` is set, or `fused` is
+    True."""
 
     def on_card(groups: list[dict]):
         optimizer = make.make(groups)

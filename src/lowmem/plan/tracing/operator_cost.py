@@ -25,7 +25,9 @@ class Work(NamedTuple):
 
     dtype: torch.dtype  # dtype of the first tensor that the operator reads, or else of the first that it writes
     flops: int  # FLOPs of matrix products, convolutions and attention; 0 for all other operators
-    moved: int  # bytes read plus bytes written; a tensor that is read and changed in place counts twice
+    # Bytes read plus bytes written. A tensor that is read and changed in place counts twice. Every tensor counts in
+    # full, also the table of a lookup.
+    moved: int
 
 
 class Touched(NamedTuple):

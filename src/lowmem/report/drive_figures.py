@@ -1,5 +1,5 @@
-"""Reports the bytes that a run stores on a drive, and the bytes that each step reads from the drive and writes to it.
-(Writing wears out a drive.)"""
+"""Reports the bytes that a run stores on a drive, reads from it and writes to it. Written bytes matter because they
+wear out the drive."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class ExpertBalance:
     """Counts the tokens that each expert computes during training, on this rank.
 
-    If a router sends most tokens to a few experts, the other experts are hardly trained. Two kinds of blocks are not
-    counted: compiled blocks, and blocks whose experts receive the router's choice neither as indices nor as numbers of
+    If a router sends most tokens to a few experts, the other experts are hardly trained. Tokens are not counted in
+    compiled blocks, nor in blocks whose experts receive the router's choice neither as indices nor as numbers of
     tokens, such as the blocks of Llama 4.
 
     Args:

@@ -1,7 +1,7 @@
 """Reads the folders of runs and sweeps, which may be finished, failed or still running, and formats a table of runs.
 
-compare.py, and the commands that start the jobs of a sweep or the ranks of a run, use this module and do not need
-torch. So this module does not import torch.
+This module does not import torch, because compare.py, and the commands that start the jobs of a sweep or the ranks of a
+run, use this module and do not need torch.
 """
 
 import csv
@@ -22,9 +22,9 @@ from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, duration, unit
 
 FAILED = "failed.txt"  # file in the folder of a failed run, with the error message
-WIDTH = 80  # maximum characters per line of a table
+WIDTH = 80  # characters: if a line of a table is longer, each run gets a second line for its overrides
 LINE = 240  # maximum characters of a printed reason
-QUIET = 600  # if no file has changed for this many seconds, the status of a run without a summary is unknown
+QUIET = 600  # seconds without a changed file after which a run may have ended; used if its lock does not decide
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
 
 
 def runs_below(folder: Path) -> list[RunFolder]:
-    """Returns the run in `folder`, or if `folder` is not a run, all runs below it. Folders with numbers as names are in
-    numerical order.
+    """Returns the run in `folder`, or if `folder` is not a run, all runs below it. Sibling folders with numbers as
+    names are in numerical order.
 
     Raises:
         Refused: no run was found, or `folder` does not exist or is a file.
@@ -125,12 +125,13 @@ def _learned_rate(summary: dict) -> float:
     return summary[ours if ours in summary else "tokens_per_second"]
 
 
-# column of the table -> (function that reads its value from a summary, format)
+# column of the table -> (function that reads its value from a summary, format). `written` replaces the formats of the
+# columns in GiB.
 FIGURES = {
     "validation loss": (lambda s: s["val_loss"], "{:.4f}"),
     "accuracy": (lambda s: s["validation"][0]["accuracy"], "{:.3f}"),
     "bits per byte": (lambda s: s["bits_per_byte"], "{:.3f}"),
-    "tokens/s": (lambda s: s["tokens_per_second"] or None, "{:,.0f}"),  # it is 0 if the run only evaluated
+    "tokens/s": (lambda s: s["tokens_per_second"] or None, "{:,.0f}"),  # 0 if the run only evaluated
     "learned tokens/s": (lambda s: _learned_rate(s) or None, "{:,.0f}"),
     "device GiB": (lambda s: highest(s, "device") / GIB, "{:.3f}"),
     "host GiB": (lambda s: highest(s, "host_rss") / GIB, "{:.3f}"),
@@ -225,8 +226,8 @@ def written(runs: Sequence[RunFolder], column: str) -> tuple[str, list[str]]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with aligned columns. Titles are wider than the figures below them, so titles take two lines. Args:
-    rows: cells; the first row has the titles."""
+    """Returns lines with aligned columns. Most titles are wider than the figures below them, so a title is split into
+    two lines before its last word. Args: rows: cells; the first row has the titles."""
     heads = [cell.rpartition(" ") for cell in rows[0]]
     rows = [[above for above, _, _ in heads], [word for _, _, word in heads], *rows[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -250,8 +251,8 @@ def _hydras_config(folder: Path) -> set[str]:
 
 
 def typed_in(folder: Path) -> list[str]:
-    """Returns the overrides of the command that created this folder. Empty if the file with the overrides cannot be
-    read."""
+    """Returns the overrides that Hydra wrote into this folder last: by the command that created the folder, or by a
+    command that resumed the run in the same folder. Empty if they cannot be read."""
     try:
         return list(map(unquoted, lines_of(folder / ".hydra" / "overrides.yaml")))
     except (OSError, Refused):

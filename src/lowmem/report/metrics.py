@@ -38,7 +38,7 @@ COLUMNS = (
 # The speed is measured without the first steps, which allocate the optimizer state, warm up caches, and are all tracked
 # by the memory meter.
 WARM_UP_STEPS = 3
-LONG = 60  # a run that takes longer than this many seconds logs its expected duration
+LONG = 60  # seconds: without a progress bar, a longer remaining training time is logged after the warm-up steps
 # Format of the progress bars. It is shorter than tqdm's default format: with 80 columns, all figures of a run of 10,000
 # steps and ten hours fit.
 BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
@@ -73,7 +73,8 @@ class Metrics(Callback):
         self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # totals of the windows in step_seconds
         self.val_loss = float("nan")
         self._lr, self.highest_lr = 0.0, 0.0  # learning rate of the current window; highest learning rate so far
-        # mean auxiliary loss of the last logged steps, such as a router loss; None: nothing logged, or no such loss
+        # auxiliary loss, such as a router loss: the mean in the latest row of the file; None: no row yet, or no such
+        # loss
         self.auxiliary_loss: float | None = None
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
@@ -198,9 +199,9 @@ class Metrics(Callback):
         self._since = time.perf_counter()  # the time of an evaluation does not count as part of the next step
 
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float | None]) -> None:
-        """Writes metrics to the file and to the loggers. The loggers get `train_loss` as "train/loss". A metric that is
-        None is an empty cell in the file, and is not sent to the loggers. Perplexity is only sent to the loggers. Args:
-        split: "train" or "val"."""
+        """Writes metrics to the file and to the loggers. The loggers get `train_loss` under the name "train/loss". A
+        metric that is None is an empty cell in the file, and is not sent to the loggers. Perplexity is only sent to the
+        loggers. Args: split: "train" or "val"."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
@@ -253,8 +254,8 @@ def of_tokens(loss: float, bits_per_byte: float) -> dict[str, float]:
 
 
 def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
-    """Yields the metrics of a validation set as pairs of column and value. Args: results: the metrics; other: whether
-    this is not the first validation set. The columns of further sets end with the name of the set."""
+    """Yields the metrics of a validation set as pairs of column and value. Args: results: the metrics; other: False for
+    the first validation set. The columns of any other set end with its name."""
     end = f"_{results['name']}" if other else ""
     return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in results.items() if key != "name")
 

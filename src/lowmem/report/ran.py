@@ -1,4 +1,5 @@
-"""Describes a run by its chosen techniques and typed overrides, for titles of pictures, summaries and tags of W&B."""
+"""Describes a run by its chosen techniques and typed overrides, for the title of memory.png, the summary and W&B's
+tags."""
 
 from collections.abc import Mapping, Sequence
 

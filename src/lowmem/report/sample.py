@@ -1,7 +1,7 @@
 """Generates samples: at each evaluation, the model continues fixed prompts, so that users see whether the model learns.
 
-Each prompt has two continuations, a greedy one and a sampled one. A prompt and its continuation together are at most as
-long as a training sequence, so that samples need no more memory than training.
+Each prompt is continued twice: with greedy decoding and with sampling. A prompt and its continuation together are at
+most as long as a training sequence, so that samples need no more memory than training.
 """
 
 import json
@@ -86,7 +86,7 @@ class Samples(Callback):
 
 def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int) -> None:
     """Sends samples to the loggers that can show texts. W&B gets a new table for each evaluation, because it would
-    upload a growing table completely each time."""
+    upload all rows of a growing table again."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             texts = (f"{row['prompt']}**{row['greedy']}**\n\n*drawn:* {row['sampled']}" for row in rows)

@@ -101,7 +101,8 @@ def _shortened(value: str) -> str:
 
 
 def _chosen(folder: Path) -> list[str]:
-    """Returns the chosen techniques from Hydra's file in the run's folder. Empty for a run from a notebook."""
+    """Returns the chosen techniques from Hydra's file in the run's folder. Returns an empty list if the folder has no
+    such file, as for a run from a notebook."""
     file = folder / ".hydra" / "hydra.yaml"
     return (
         ran.chosen(yaml.safe_load(file.read_text(encoding="utf-8"))["hydra"]["runtime"]["choices"])
@@ -129,7 +130,7 @@ def _mode(folder: Path) -> str:
 
 def _upload(folder: Path) -> str:
     """Returns the command that uploads all offline runs in this folder. A run that was resumed consists of several
-    offline runs. W&B uploads these in the order of time, so that each offline run continues the previous one."""
+    offline runs. W&B uploads them in chronological order, so that each continues the previous one."""
     return f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
 
 

@@ -1,13 +1,23 @@
-"""Converts between the shards of a process and the full tensors of a checkpoint, by parameter name. Checkpoints of
-sharded models are saved and loaded through this module.
+"""Converts between the shards of a process and the full tensors of a checkpoint, by parameter name.
 
-A checkpoint has the same content for every strategy and number of processes. Each process has a shard of each parameter
-(in a pipeline, the full parameters of its stage), and the matching shard of the optimizer state, as plain tensors
-(`OneDevice.local` in `techniques/strategy/contract.py`). When saving, each shard becomes a piece of the full tensor.
-When loading, each process reads its shard of a full tensor from a file or a folder. If tensor parallelism shards a
-fused layer (such as query, key and value in one matrix), a shard is not a contiguous part of the full tensor. For such
-layers `as_dtensor` gathers one full tensor at a time, both when saving and when loading a folder. Loading needs no
-other communication, and no process has a second copy of the model.
+A strategy that divides the model saves a checkpoint as a folder, every other strategy as a file, and every strategy can
+load both. The weights and the optimizer state in a checkpoint are full tensors in the model's original layout, so
+another strategy or another number of processes can load them. Who calls this module:
+
+    saving a folder             `AtomicCheckpointIO`: tensors_and_rest
+    loading a folder            `AtomicCheckpointIO`: load
+    saving either kind          `CausalLM`: stepped, whose names the checkpoint stores
+    loading weights             `CausalLM`: load_weights, if the model is divided or the checkpoint is a folder
+    loading optimizer state     `CausalLM`: optimizer_state, with every strategy
+
+A process that has a part of the model reads and writes plain tensors (`OneDevice.local` in
+`techniques/strategy/contract.py`): its shards, or in a pipeline the full parameters of its stage. When saving, each
+shard becomes a piece of the full tensor. When loading, each process reads its shards from the file or the folder.
+
+If tensor parallelism shards a fused layer (such as query, key and value in one matrix), a shard is not a contiguous
+part of the full tensor, so `as_dtensor` gathers the full tensor on every process. When a folder is loaded, one such
+tensor exists at a time. When saving, all of them are kept until the checkpoint is written. Apart from these gathers,
+loading does not communicate.
 """
 
 import logging
@@ -50,11 +60,11 @@ def local_data(tensor: Tensor, ranks: OneDevice) -> Tensor:
 
 
 def tensors_and_rest(checkpoint: dict, module: LightningModule) -> tuple[dict[str, Tensor], dict]:
-    """Separates a checkpoint's tensors from its other values. All processes must call this function.
+    """Separates weights and optimizer state from the rest of a checkpoint. All processes must call this function.
 
     Returns:
-        The tensors by name (the argument `tensors` of `checkpoint_folder.save`), and the checkpoint without these
-        tensors (the argument `content`).
+        Name -> weight or tensor of the optimizer state (the argument `tensors` of `checkpoint_folder.save`), and the
+        checkpoint without them (the argument `content`), which may contain other tensors, such as random states.
     """
     tied, numbered, (optimizer,) = _tied(module), stepped(module), checkpoint["optimizer_states"]
     tensors = dict(_weights(checkpoint["state_dict"], module, tied))
@@ -73,11 +83,11 @@ def tensors_and_rest(checkpoint: dict, module: LightningModule) -> tuple[dict[st
 def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: dict) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(module.named_parameters())
     for name, tensor in state_dict.items():
-        if tensor.is_meta:  # another process has the shard
+        if tensor.is_meta:  # another process has this tensor
             continue
         if name in parameters:
             p = parameters[name]
-            # save the shard that the optimizer updates, which may not share memory with `tensor`
+            # save the shard that the optimizer updates, because `tensor` may not share its memory
             yield WEIGHTS + name, module.ranks.as_dtensor(p, local_data(p, module.ranks))
         elif name not in tied:  # a buffer
             yield WEIGHTS + name, tensor
@@ -94,10 +104,10 @@ def _tied(module: LightningModule) -> dict[str, str]:
 
 
 def load(folder: Path) -> dict:
-    """Returns the checkpoint that `tensors_and_rest` and `checkpoint_folder.save` have written.
+    """Returns the checkpoint in a folder, with the keys that `tensors_and_rest` received.
 
-    Weights and optimizer state stay in the folder: `state_dict`, and `stored` in `optimizer_states`, are
-    `CheckpointTensors`, from which each process reads its shards.
+    The values of weights and optimizer state stay in the folder. `state_dict`, and the key `stored` of the only dict in
+    `optimizer_states`, are `CheckpointTensors`, from which each process reads its shards.
     """
     content, stored = checkpoint_folder.load(folder)
     for name, first_name in content["tied"].items():
@@ -114,7 +124,8 @@ def load(folder: Path) -> dict:
 
 @torch.no_grad()
 def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rests: Mapping[str, Tensor]) -> None:
-    """Loads weights into this process's shards, one by one. Args: rests: name -> lower half of a split weight."""
+    """Loads a checkpoint's weights and buffers into this process's shards, one by one. Args: rests: name -> lower half
+    of a weight that the checkpoint stores in two halves."""
     parameters, tied = dict(module.named_parameters()), _tied(module)
     for name, tensor in checkpoint_state(module).items():
         if name not in tied and not tensor.is_meta:
@@ -139,11 +150,12 @@ def _fill(
 
     Args:
         shard: receives the values.
-        p: the parameter to which the saved tensor belongs. The tensor is sharded like this parameter.
+        p: the parameter or buffer to which the saved tensor belongs. The tensor is sharded in the same way as `p`.
         name: name of the saved tensor.
         tensors: name -> saved tensor: `CheckpointTensors` for a folder, otherwise the tensors of a file.
         ranks: the strategy that shards the tensor.
-        widened: joins the upper and lower halves of a weight if a checkpoint file stores them separately.
+        widened: converts a tensor of a file before it is sharded: joins the upper half of a weight with its lower half.
+            Not called for a folder, which stores no halves.
     """
     if not isinstance(tensors, checkpoint_folder.CheckpointTensors):
         shard.copy_(ranks.shard_of(p, widened(tensors[name])))
@@ -156,8 +168,8 @@ def _fill(
 
 
 class LazyState(Mapping[str, object]):
-    """The optimizer state of one parameter, read from the checkpoint again at each access. Args: readers: key ->
-    function that returns the value."""
+    """The optimizer state of one parameter. Each access reads the value from the checkpoint again. Args: readers: key
+    -> function that returns the value."""
 
     def __init__(self, readers: dict[str, Callable[[], object]]) -> None:
         self.readers = readers
@@ -175,7 +187,8 @@ class LazyState(Mapping[str, object]):
 def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
     """Returns this process's shard of the saved optimizer state, as the argument of the optimizer's `load_state_dict`.
     Also removes, from the learning rate schedules in `checkpoint`, the values of parameter groups that this process
-    does not have. Raises: Refused: the checkpoint does not have the names that sharding needs."""
+    does not have. Raises: Refused: sharding needs the parameter names, which this checkpoint of an earlier version does
+    not have."""
     (theirs,) = checkpoint["optimizer_states"]
     names = checkpoint["lowmem"].get("stepped")  # None: written on one device by an earlier version without this key
     ours = stepped(module)
@@ -215,7 +228,7 @@ def _readers_from_folder(theirs: dict) -> ReadersOf:
 
     def read(full: str, p: nn.Parameter, ranks: OneDevice) -> Tensor:
         like = stored[full]
-        # False for state of a plain parameter that has another shape than the parameter, such as a scale per block
+        # False if `p` is a plain parameter and its state has another shape, such as one scale per block
         laid_out_alike = isinstance(p, DTensor) or like.shape == p.shape
         undivided = not (ranks.divides and like.dim() and laid_out_alike)
         shard = (
@@ -254,8 +267,8 @@ def _itself(value: object) -> object:
 
 
 def _keep_own_groups(schedules: list[dict], saved_roles: list[str], own_roles: list[str]) -> None:
-    """Removes values of other processes' parameter groups from the schedules, in place. A schedule contains lists with
-    one value per saved parameter group; each list keeps the values of this process's groups."""
+    """Removes the values of parameter groups that this process does not have from the saved learning rate schedules, in
+    place. These values are in lists with one value per saved group."""
     for schedule in schedules if saved_roles != own_roles else ():
         for key, value in schedule.items():
             if isinstance(value, list) and len(value) == len(saved_roles):

@@ -5,10 +5,10 @@
     newest, find          select and verify the checkpoint to start from
     Saved                 settings and counts of that checkpoint, and checks that it belongs to this run
 
-A checkpoint is a file, or a folder if several processes shard the model (`checkpoint_folder.py`). Any number of
-processes can read either kind. A checkpoint gets its final name only when it is complete. Later damage is found with
-the CRC-32 of each tensor: in a file, torch writes it into the zip archive but never checks it; in a folder, the index
-contains it.
+A checkpoint is a file, or a folder if the strategy divides the model (`checkpoint_folder.py`). Any number of processes
+can read either kind. A checkpoint gets its final name only when it is complete. CRC-32 checksums show damage to a
+complete checkpoint. In a file they are part of the zip archive: torch writes them, but never checks them. In a folder
+the index contains them.
 """
 
 import hashlib
@@ -46,7 +46,8 @@ _NAME = re.compile(r"step-(\d+)\.ckpt")
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes checkpoints atomically. Lightning's own class builds the file in memory first and does not sync it.
+    """Writes checkpoints atomically. Lightning's own class builds the file in memory first, and does not sync it to the
+    disk.
 
     Args:
         module: the module whose checkpoints are written. None: a single process writes, or checkpoints are only read or
@@ -71,12 +72,12 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(self, path, map_location=None, weights_only: bool | None = True) -> dict:
         if Path(path).is_dir():
             return by_name.load(Path(path))
-        # mmap=True: a tensor is read when it is copied into the model, so the full checkpoint is never in memory
+        # mmap=True: a tensor is read when it is copied into the model, so the file is never read into memory in full
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
     def remove_checkpoint(self, path) -> None:
-        """Renames a checkpoint and then deletes it. If the process is killed in between, it leaves a draft instead of a
-        broken checkpoint."""
+        """Renames a checkpoint and then deletes it. A process that is killed in between leaves a draft, not a broken
+        checkpoint."""
         if Path(path).exists():
             delete(Path(path).rename(draft_of(Path(path))))
 
@@ -137,7 +138,7 @@ class Checkpoints(Callback):
         self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.saved_step != trainer.global_step:  # training ended in a way that `on_train_batch_end` did not see
+        if self.saved_step != trainer.global_step:  # ended after `on_train_batch_end`, as by early stopping
             self.save(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
@@ -200,7 +201,7 @@ def _all_finite(trainer: Trainer) -> bool:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, sorted by step. Does not verify their bytes."""
+    """Returns the complete checkpoints in a folder, sorted by step. Does not verify their checksums."""
     return [path for path in _named(folder) if _has_its_end(path)]
 
 
@@ -208,7 +209,7 @@ def _has_its_end(path: Path) -> bool:
     if path.is_dir():
         return checkpoint_folder.has_its_end(path)
     try:
-        with path.open("rb") as file:  # `is_zipfile` returns False for a path that may not be read
+        with path.open("rb") as file:  # `is_zipfile` returns False for an unreadable path
             return zipfile.is_zipfile(file)
     except zipfile.BadZipFile:  # a broken zip archive
         return False
@@ -228,10 +229,11 @@ def _step(path: Path) -> int:
 
 
 def intact(path: Path) -> bool:
-    """Returns True if the CRC-32 of a checkpoint's file or folder shows no damage.
+    """Returns True if all CRC-32 checksums of a checkpoint match its content.
 
-    A CRC-32 detects every flipped bit and every change within four adjacent bytes. Of other errors, such as a page that
-    was replaced by zeros, it misses one in 4 billion. Checking 1 GB takes 0.3 s; a cryptographic digest would take 1 s.
+    A CRC-32 detects a single flipped bit, and any change within four adjacent bytes. It misses one in 4 billion other
+    changes, such as a page that was replaced by zeros. Checking 1 GB takes 0.3 s; a cryptographic
+    digest would take 1 s.
 
     Raises:
         PermissionError: the checkpoint may not be read.
@@ -291,7 +293,7 @@ def _is_one(folder: Path) -> bool:
 
 
 def _instead(key: str, broken: Path | None = None) -> str:
-    """Returns advice on what to type instead of a checkpoint that cannot be used."""
+    """Returns advice on what to type instead of a missing, incomplete or damaged checkpoint."""
     others = [path for path in complete(broken.parent) if path != broken] if broken else []
     if good := next(filter(intact, reversed(others)), None):
         return f"Type {in_shell(key, good)}."
@@ -333,8 +335,8 @@ class Saved:
             raise Refused(f"{self.asked}: this is not a lowmem checkpoint ({type(error).__name__}).") from None
 
     def check(self, module: LightningModule, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Checks that the weights fit this model, and that the saved run had the same frozen weights, tokenizer, chat
-        template and beginning tokens. Raises: Refused."""
+        """Checks that the weights fit this model, and that the saved run and this run have equal frozen weights,
+        tokenizers, chat templates and beginning tokens. Raises: Refused."""
         shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_state(module).items()}
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):
@@ -393,7 +395,7 @@ class Saved:
             )
 
 
-# Settings that determine the order of the data -> the key to type. All other differences come from data=.
+# Entry of `WindowLoader.order` -> key that sets it. Differences in other entries come from data=.
 _TYPED = {
     "seq_len": "seq_len",
     "seed": "seed",

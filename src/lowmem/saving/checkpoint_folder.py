@@ -2,15 +2,16 @@
 needs. `AtomicCheckpointIO` (`checkpoint.py`) uses such a folder if the model is sharded.
 
 torch's distributed checkpoint assigns pieces of tensors to processes when saving. When loading, it finds the pieces
-that overlap with the shards of a process. This module writes and reads the bytes; no process needs memory for more than
-its own shards:
+that overlap with the shards of a process. This module writes and reads the bytes. When saving, a process copies one
+piece at a time to the host. When loading, it copies the needed bytes from a mapped file to the shard. A folder has
+these files:
 
-    part-00000.bin ...   the bytes of tensors, one file per process; a reader maps a file and copies the bytes it needs
+    part-00000.bin ...   the bytes of tensors, one file per process
     index.pt             all other values, and for each piece its offsets in the tensor, its file and its CRC-32
 
-torch's own storage format keeps a copy of all written tensors until the file is closed, always reads full pieces,
-unpickles an index that may contain code, and has no checksums. Source: torch.distributed.checkpoint's `StorageWriter`
-and planners.
+torch's own writer and reader are not used: they keep a copy of all written tensors until the file is closed, always
+read full pieces, unpickle an index that may contain code, and store no checksums. Source:
+torch.distributed.checkpoint's `StorageWriter` and planners.
 """
 
 import os
@@ -140,8 +141,8 @@ class _Writer(dcp.StorageWriter):
 
 
 def _written(tensor: Tensor, name: str, stream: BinaryIO) -> Piece:
-    """Copies a tensor to the host, writes it, and returns its location. Called for one tensor at a time, so the host
-    has a copy of only one tensor."""
+    """Copies a piece of a tensor to the host, writes it, and returns its location. Each call frees its copy, so the
+    host has a copy of only one piece at a time."""
     numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     stream.write(bytes(-stream.tell() % ALIGNED))
     start = stream.tell()
@@ -212,7 +213,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return TensorStorageMetadata(TensorProperties(entry["dtype"]), torch.Size(entry["shape"]), chunks)
 
     def _piece(self, name: str, offsets: torch.Size) -> tuple[Tensor, Tensor]:
-        """Returns the piece that begins at `offsets`, and the bytes of the file that contains it, both as mapped
+        """Returns (piece of a tensor that begins at `offsets`, all bytes of the file with this piece), both in mapped
         memory."""
         entry = self.tensors[self.prefix + name]
         sizes, piece = next((sizes, Piece(*piece)) for at, sizes, piece in entry["pieces"] if at == tuple(offsets))
@@ -233,7 +234,7 @@ def has_its_end(folder: Path) -> bool:
     """Returns True if the index can be read, and no file is shorter than the index says. Does not read the other files.
     Raises: PermissionError: a file may not be read."""
     try:
-        with (folder / INDEX).open("rb") as file:  # `is_zipfile` returns False for a path that may not be read
+        with (folder / INDEX).open("rb") as file:  # `is_zipfile` returns False for an unreadable path
             if not zipfile.is_zipfile(file):
                 return False
         return all((folder / file).stat().st_size >= end for file, end in _ends(load(folder)[1]).items())

@@ -1,9 +1,10 @@
-"""Writes a trained model as a folder in Hugging Face's format, file by file, without a second copy in memory.
+"""Writes a trained model as a folder in Hugging Face's format. The weight files are written one after the other, so a
+dense model needs no second copy in memory.
 
 transformers writes the folder from lazy tensors. A lazy tensor has a shape and a dtype, and its values are computed
 when transformers writes the file with this tensor. If transformers computes with a lazy tensor earlier, for example to
-split fused experts, the values are computed at that time. So the export takes memory for one file, and for a mixture of
-experts also for all experts, in addition to the model itself.
+split fused experts, the values are computed at that time. In addition to the model, the export therefore needs memory
+for one file, and for a mixture of experts also for all experts.
 
 If the model is sharded, the first process writes, and gathers one weight at a time from all processes (`Weights`).
 """
@@ -58,8 +59,8 @@ class Weights:
 
     Args:
         network: the model.
-        shard: returns this process's shard of a parameter in full precision. The result is not used if the process has
-            no shard of the parameter.
+        shard: returns this process's shard of a parameter in full precision. If the process has no shard of the
+            parameter, only the shape and dtype of the result are used.
         ranks: the strategy that shards the model.
     """
 
@@ -73,12 +74,13 @@ class Weights:
         network.state_dict()  # calls a hook of FSDP, which frees the full weights that a forward pass has gathered
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
-        # parameter with which the export replaces the weight of an adapted layer -> function that returns its value
+        # parameter of a layer with which the export replaces an adapted or 4-bit layer -> function that returns its
+        # value
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
 
     def full(self, p: nn.Parameter) -> Tensor:
-        """Returns a full weight. Only the first process calls this method. A parameter that was not in the model when
-        this object was created is a parameter of the export, and is not sharded."""
+        """Returns a full weight, in host memory if it is a weight of the trained model. A parameter that the export has
+        added to the model is not sharded, so it is returned where it is. Only the first process calls this method."""
         if p not in self._names:
             return self.computed[p]() if p in self.computed else p.data
         return self._gathered(self._send_name(self._names[p]))
@@ -177,7 +179,8 @@ def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> 
 
 def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors, without the additional names of tied weights. transformers restores these names when it
-    loads the folder. With these names, transformers would compare tied tensors, which would compute their values."""
+    loads the folder. If the names were kept, transformers would compare the tied tensors, and so compute their
+    values."""
     named = dict(network.named_parameters(remove_duplicate=False))
     tied = network.all_tied_weights_keys.items()
     ties = {name for name, target in tied if name in named and named[name] is named.get(target)}

@@ -120,8 +120,8 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _refuse_shared(network: PreTrainedModel) -> None:
-    """Refuses to merge if an adapted layer shares its weight with another layer. In Zamba such layers have separate
-    adapters, and one weight cannot contain several adapters. Raises: Refused."""
+    """Refuses to merge if an adapted layer shares its weight with another layer. In Zamba, such layers have separate
+    adapters, and one weight cannot include the updates of several adapters. Raises: Refused."""
     from peft.tuners.lora import LoraLayer
 
     tied = getattr(network, "all_tied_weights_keys", None) or {}
@@ -149,8 +149,8 @@ def _names(network: nn.Module) -> list[str]:
 
 
 def _merged(layer: nn.Module) -> nn.Module:
-    """Returns an ordinary layer or stack of experts in place of an adapted or 4-bit one. Its weights are dequantized to
-    fp32 and include the adapter's update, if there is an adapter."""
+    """Returns the ordinary layer, or stack of experts, that replaces an adapted or 4-bit one. Its weights are in fp32
+    and include the adapter's update, if there is an adapter."""
     if _computes_weights(layer):
         return layer.unpacked(torch.float32)
     base = layer.get_base_layer()
@@ -163,8 +163,8 @@ def _merged(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
-    """Replaces the adapted and 4-bit layers of a sharded model by ordinary layers. The weights of a new layer are
-    gathered and merged when the export reads them."""
+    """Replaces the adapted and 4-bit layers of a sharded model by ordinary layers. The weights of the ordinary layers
+    are gathered and merged when the export reads them."""
 
     def gathered(layer: nn.Module, key: str) -> Tensor:
         full_weights = {id(p): nn.Parameter(weights.full(p).clone(), False) for p in layer.parameters()}
@@ -260,7 +260,7 @@ def _peft_config(network: PreTrainedModel, base: str) -> dict:
 
 
 def _has_conv1d(network: PreTrainedModel) -> bool:
-    """Returns True if the base model stores matrices transposed, as GPT-2 does."""
+    """Returns True if the base model stores some of its matrices transposed, as GPT-2 does."""
     return any(
         isinstance(module, Conv1D) or (isinstance(module, Packed) and module.transposed) for module in network.modules()
     )
@@ -274,7 +274,8 @@ def holds_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str | None:
-    """Returns the name or path of the base model that an adapter folder names, or None if it names no base model."""
+    """Returns the name or path of the base model in an adapter's configuration, or None if the configuration has
+    none."""
     return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 

@@ -1,9 +1,10 @@
 """Converts an exported model folder to a GGUF file, for llama.cpp and programs based on llama.cpp.
 
 The tensors are read from the folder's files, one at a time, and the GGUF file is added to the folder. Before the file
-gets its final name, `llama_cpp.compare` checks that llama.cpp computes the same log-probabilities from the file as
-transformers from the folder. Without this check, swapped rows or a wrong tokenizer would produce plausible nonsense
-without an error. If llama.cpp is not installed, the check is skipped, and the file name says "unverified".
+gets its final name, `llama_cpp.compare` checks that llama.cpp, reading the file, and transformers, reading the folder,
+compute log-probabilities that differ only by rounding. Without this check, rows in a wrong order or a wrong tokenizer
+would produce plausible nonsense without an error. If llama.cpp is not installed, the check is skipped, and the file
+name says "unverified".
 """
 
 import json
@@ -41,7 +42,7 @@ class Family(NamedTuple):
     Args:
         name: llama.cpp's name of the architecture.
         of_config: converts the model's configuration to a mapping: name of a method of GGUFWriter -> its argument.
-        fixed: key of the configuration -> the values that llama.cpp supports. A GGUF file cannot store other values.
+        fixed: key of the configuration that a GGUF file does not store -> the values that llama.cpp supports.
         transposed: suffixes of the names of weights that transformers stores as (inputs, outputs).
         pairs: True: llama.cpp's rotary embeddings of this architecture rotate pairs of adjacent elements, while
             transformers rotates pairs of elements that are half a head apart. So the rows of query and key projections

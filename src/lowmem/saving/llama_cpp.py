@@ -2,7 +2,7 @@
 log-probabilities that transformers computes from the original folder. `gguf.py` calls `compare`.
 
 llama.cpp runs in a separate process, because a crash in native code would end this process. Both models are in host
-memory. The model in transformers computes in fp32 first, and then in 16 bits to measure the effect of rounding.
+memory. transformers computes in fp32 first, and then in 16 bits, which measures the effect of rounding.
 """
 
 import json
@@ -20,14 +20,14 @@ from lowmem.system.errors import Refused
 
 # words, numbers, code, several scripts and whitespace, which tokenizers split differently
 TEXT = "In 1984, the cost rose by 12.5%: it wasn't news.\n\ndef f(x):\n    return x ** 2  # naïve\n\tДа, 東京!  Ok"
-TOP = 20  # at each position, the log-probabilities of this number of most likely tokens are compared
+TOP = 20  # number of most likely tokens at each position whose log-probabilities are compared
 # Log-probabilities differ because of rounding: llama.cpp rounds the inputs of matmuls with 16-bit weights to 16 bits,
 # and reads GELU from a table in fp16. The size of the rounding error depends on the model. So the tolerance is FACTOR
 # times the mean difference between an fp32 model and a 16-bit model in transformers.
 FACTOR = 2.0
 CONTEXT = 512  # context length of llama.cpp, in tokens
 PARTS = 6  # number of prefixes of TEXT whose tokenization by llama.cpp is checked
-SAME = 1e-3  # nats: largest difference between two results of llama.cpp for equal tokens, computed in different batches
+SAME = 1e-3  # nats: largest allowed difference between results of llama.cpp for a prefix as a text and as token ids
 
 
 def is_installed() -> bool:
@@ -38,7 +38,7 @@ def compare(file: Path, folder: Path) -> None:
     """Compares the tokens of PARTS prefixes of TEXT, and the log-probabilities of the next token at each position.
 
     Tokens are compared indirectly: llama.cpp reads each prefix as a text, and as the token ids that transformers gives.
-    Both must have equally many tokens, and equal log-probabilities of the next token.
+    Both must give the same number of tokens, and log-probabilities of the next token that differ by at most SAME.
 
     Args:
         file: the GGUF file.

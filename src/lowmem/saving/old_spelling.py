@@ -41,8 +41,8 @@ _ON_TOKENIZERS = ("is_local", "local_files_only")  # keys that describe how this
 
 
 def rewrite_config(folder: Path, tied: bool | None) -> None:
-    """Rewrites config.json. Args: tied: True if embedding and output layer share their weight; None if the model has no
-    output layer."""
+    """Adds older keys to config.json, and sets `tie_word_embeddings`. Args: tied: True if embedding and output layer
+    share their weight; None if the model has no output layer."""
 
     def rewritten(config: dict) -> dict:
         return old_config(config if tied is None else _with_tie(config, tied))
@@ -94,8 +94,8 @@ def _scaling(rope: dict, config: dict) -> dict | None:
 
 
 def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rewrites tokenizer_config.json; a no-op for a slow tokenizer. The tokenizer's class becomes `PLAIN`, unless the
-    original class opens the folder as an identical tokenizer."""
+    """Rewrites tokenizer_config.json; a no-op for a slow tokenizer. The class of the tokenizer in its original folder
+    is kept if it opens the new folder as an identical tokenizer; otherwise the class becomes `PLAIN`."""
     if not tokenizer.is_fast:  # the class of a slow tokenizer does not read tokenizer.json
         return
     came_with = _class_of(tokenizer)

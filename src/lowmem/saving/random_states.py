@@ -1,10 +1,10 @@
-"""Saves the states of the random number generators in a checkpoint and restores them, so that a resumed run has the
-same dropout masks as a run without interruption.
+"""Saves the states of the random number generators in a checkpoint and restores them, so that a resumed run draws the
+same random numbers, such as dropout masks, as a run without interruption.
 
 The saved states cannot be used if the number of processes or their data ranks have changed, or if processes that read
 the same data now use a different strategy. Then the seed of each process depends on the run's seed, the number of
-completed windows, and with several processes its data rank (in a pipeline also its rank). In this case only the dropout
-masks differ from a run without interruption.
+completed windows, and with several processes its data rank (in a pipeline also its rank). In this case the random
+numbers differ from those of a run without interruption.
 """
 
 import logging

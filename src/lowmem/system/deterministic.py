@@ -1,8 +1,8 @@
 """Makes torch use deterministic algorithms (`deterministic=true`), so that runs on a GPU are bitwise reproducible.
 
 By default some CUDA kernels add values in the order in which thread blocks finish, for example the backward pass of
-attention and scatter-add. CPU results are always reproducible if the number of threads is equal. Deterministic kernels
-are slower, and cuBLAS needs a workspace of 32 MiB (docs.nvidia.com/cuda/cublas, "Results reproducibility").
+attention and scatter-add. Results on a CPU are reproducible with an equal number of threads. Deterministic kernels are
+slower, and cuBLAS needs a workspace of 32 MiB (docs.nvidia.com/cuda/cublas, "Results reproducibility").
 """
 
 import os

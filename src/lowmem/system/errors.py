@@ -18,7 +18,7 @@ _OF_HOST = re.compile("can't allocate memory|Cannot allocate memory")
 
 
 class Refused(Exception):
-    """The run cannot work as requested. The message names the setting, and says why it cannot work and what to type
+    """The run cannot work as requested. The message names the setting, and says what is wrong with it and what to type
     instead."""
 
 

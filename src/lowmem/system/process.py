@@ -1,8 +1,4 @@
-"""Wraps calls to the operating system about this process and this machine.
-
-Some functions return the resident memory and the age of the process, or the free memory and the processor of the
-machine. Other functions change the process: its limit of open files, its heap, and the pages that it keeps in memory.
-"""
+"""Wraps calls to the operating system about this process and this machine."""
 
 import ctypes
 import functools
@@ -32,8 +28,8 @@ def _this() -> psutil.Process:
 
 @contextmanager
 def allow_open_files(count: int = OPEN_FILES) -> Iterator[None]:
-    """Raises the limit of open files inside the `with` to `count`, or to the hard limit if that is lower. Most systems
-    start with a limit of 1,024."""
+    """Raises the limit of open files inside the `with` to `count`, or to the hard limit if that is lower. A higher
+    limit is kept. The limit of many systems is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -29,7 +29,7 @@ REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor to which
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: the address of the store
 LOG = "output.log"  # name of the file with the output of a rank or a job, in its folder
-MOST = 4000  # characters: a report keeps this much of the end of a long message, so that it fits into a pipe's buffer
+MOST = 4000  # characters: a report keeps this many at the end of a long message, to fit into a pipe's buffer
 ORPHANED = 30.0  # seconds that a rank has to write a checkpoint after the command that started it has exited
 LOOK = 0.1  # seconds between two polls of the store; Python handles signals between them
 

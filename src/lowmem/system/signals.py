@@ -12,15 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-received: list[signal.Signals] = []  # signals that this process has received during the current command
-# A signal within this time after another signal is ignored: the `timeout` command, or a sweep that stops a job, may
-# deliver the same signal twice, once to the process and once to its process group.
+received: list[signal.Signals] = []  # signals that were passed to a handler during the current command
+# A signal within this time after a signal that was passed to a handler is ignored. The `timeout` command, or a sweep
+# that stops a job, may deliver a signal twice: to the process, and to its process group.
 ECHO_SECONDS = 0.2
 
 
 class Ended(SystemExit):
-    """Ends the program immediately after a signal. This class is not an `Exception`, so that `except Exception` does
-    not catch it. The exit code is 128 plus the number of the signal, as in shells."""
+    """Ends the program because of a signal: at once, or after an orderly stop to set the exit code. The exit code is
+    128 plus the number of the signal, as in shells. This class is not an `Exception`, so that `except Exception` does
+    not catch it.
+
+    Args:
+        sent: the signal.
+        why: text that follows the name of the signal in the message `said`.
+    """
 
     def __init__(self, sent: signal.Signals, why: str = "") -> None:
         self.signal, self.said = sent, f"{sent.name}{why}: ended at once."
@@ -33,9 +39,9 @@ def at_once(sent: signal.Signals) -> None:
 
 @contextmanager
 def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], None]]:
-    """Calls `handler` for each signal of ENDING inside the `with`, except for signals within ECHO_SECONDS after another
-    signal. Signals that the process ignores (nohup, `&`) stay ignored, and handlers of C code stay installed. In a
-    thread other than the main thread, this is a no-op.
+    """Calls `handler` for each signal of ENDING inside the `with`, except for repetitions (see ECHO_SECONDS). Signals
+    that the process ignores (nohup, `&`) stay ignored, and handlers of C code stay installed. In a thread other than
+    the main thread, this is a no-op.
 
     Yields:
         A function that installs the handlers again if other code has replaced them.
@@ -69,8 +75,8 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
 def ending(error: BaseException | None) -> Ended | None:
     """Returns the `Ended` that caused an error, or None if a signal did not cause it. C++ code and cleanup code may
     replace `Ended` by another error, so the chain of causes is searched. Ctrl-C in a terminal also ends compilers that
-    this process has started, which raises a CalledProcessError; for this error, returns a new `Ended` of the signal
-    that was received last."""
+    this process has started, which raises a CalledProcessError; for this error, returns a new `Ended` with the last
+    signal in `received`, if there is one."""
     seen: set[int] = set()  # two errors may be each other's context
     while error is not None and id(error) not in seen:
         if isinstance(error, Ended):

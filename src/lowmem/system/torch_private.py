@@ -1,7 +1,7 @@
 """Wraps every private part of torch and transformers that this package uses. All other files import the wrappers from
 here.
 
-The docstring or comment of each wrapper states its purpose and, after "Instead", what could replace the private part.
+The docstring or comment of a wrapper states its purpose and, after "Instead", what could replace the private part.
 `test_torch_private.py` fails if a new version has removed or changed a private part, and refuses private names of other
 packages outside this file and `lightning_private.py`.
 """
@@ -151,8 +151,8 @@ def storage_key(tensor: Tensor | UntypedStorage) -> int:
 
 
 def schema(func: OpOverload) -> torch.FunctionSchema:
-    """Returns the schema of an operator, which lists its arguments and results and the arguments that it changes in
-    place. Instead: parsing `str(func)`."""
+    """Returns the schema of an operator: its arguments and results, and which arguments it changes in place. Instead:
+    parsing `str(func)`."""
     return func._schema
 
 
@@ -289,8 +289,8 @@ def attention_taken(model: nn.Module) -> str:
 @contextmanager
 def all_unexpected() -> Iterator[set[str]]:
     """Yields a set. When transformers loads a model inside the `with`, the names of all unexpected tensors are added to
-    the set, also names that the model class tells transformers to ignore. Instead: an entry of transformers' loading
-    info."""
+    the set, including names that the model class tells transformers to ignore. Instead: an entry of transformers'
+    loading info."""
     from transformers import PreTrainedModel  # takes seconds, and most functions of this file need only torch
 
     found: set[str] = set()

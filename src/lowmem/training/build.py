@@ -1,8 +1,8 @@
-"""Builds the data loaders and the model of a run. A run builds the loaders first, so that errors in the data are found
+"""Builds the data loaders and the model of a run. The loaders are built first, so that errors in the data are found
 before the weights are loaded.
 
-Several techniques replace the `forward` of a module, or register hooks on modules or tensors. This list has all of
-them, in the order of a run. A later replacement wraps the earlier replacements:
+Several techniques replace the `forward` of a module, or register hooks on modules or tensors, inside and outside the
+blocks. These are the techniques, in the order of a run; a later replacement wraps the earlier ones:
 
     while the model is built (`causal_lm`)
         adapter/stacks.py                       forward of fused experts, by another class: computes packed weights
@@ -18,7 +18,7 @@ them, in the order of a run. A later replacement wraps the earlier replacements:
     before the first step (`on_fit_start`, then `on_train_start` of the callbacks, then of the model)
         offload/edges.py                        forward of embedding and head: read host memory; hooks on looked-up rows
         offload/streamed.py                     hooks on blocks and their outputs' gradients: copy and free weights
-        offload/master_weights.py               hooks on gradients: send them to the host; on blocks: wait for weights
+        offload/master_weights.py               hooks on gradients: send them to the host; on modules: wait for weights
         report/expert_balance.py                hooks on the experts of a mixture: count the tokens of each expert
         optim/in_backward.py                    hooks on gradients: each updates its parameter
         strategy/ddp.py                         hooks on gradients, for one window
@@ -72,17 +72,17 @@ from lowmem.training.module import CausalLM, Placement, Update
 
 log = logging.getLogger(__name__)
 
-# names of the attributes of transformers' layers that contain a dropout probability
+# names of the attributes in which a model's modules store a dropout probability
 DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}
 # keys of a model's config that do not change the model's output
 OF_NO_EFFECT = {"_name_or_path", "transformers_version", "dtype"}
 FEW = 10  # with fewer validation documents, a single document changes an accuracy by more than 0.1
-BPE_VOCABULARY = 4096  # maximum size of a BPE vocabulary; also limited by the size of the model's vocabulary
+BPE_VOCABULARY = 4096  # maximum size of a BPE vocabulary that is trained on the data
 
 
 class Texts(NamedTuple):
-    """The tokenized data of a run. The data do not depend on the batch size or on techniques, so `fit` can open them
-    before batch_size=auto is resolved, to convert epochs= to max_steps=."""
+    """The tokenized data of a run. They do not depend on the batch size, so `fit` can open them before batch_size=auto
+    is resolved, and convert epochs= to max_steps=."""
 
     described: Described  # the config and the tokenizer of the model
     tokens: Tokens
@@ -90,8 +90,8 @@ class Texts(NamedTuple):
     val: dict[str, Rows]  # name -> rows of a validation set; the loss on the first set selects the best checkpoint
 
     def steps_in(self, run: Run, ranks: OneDevice = ONE_DEVICE) -> int:
-        """Returns the number of optimizer steps in `run.epochs` epochs. With batch_size=auto this number is already
-        known, because it depends on the effective batch size and not on the batch size."""
+        """Returns the number of optimizer steps in `run.epochs` epochs. The number is known even before batch_size=auto
+        is resolved, because it depends only on the effective batch size."""
         return self.windows(run.sized(), ranks).windows_in(run.epochs)
 
     def windows(self, run: Run, ranks: OneDevice, start: Position = START) -> WindowLoader:
@@ -114,8 +114,8 @@ def share_of(run: Run, ranks: OneDevice) -> Share:
 
 
 def open_texts(run: Run) -> Texts:
-    """Reads the model's config and tokenizer, and opens the tokenized data; data that are not in the cache are
-    tokenized. A model without a tokenizer gets a BPE tokenizer that is trained on the data."""
+    """Reads the model's config and tokenizer, and opens the data, which are tokenized unless their tokens are in the
+    cache. If the model has no tokenizer, a BPE tokenizer is trained on the data."""
     described = loading.describe(run)
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()
@@ -144,11 +144,11 @@ def open_texts(run: Run) -> Texts:
 def data(
     run: Run, saved: checkpoint.Saved | None = None, ranks: OneDevice = ONE_DEVICE, texts: Texts | None = None
 ) -> Data:
-    """Builds the loaders, before any weight is loaded, so that errors in the data are found early.
+    """Builds the loaders, and tokenizes the prompts for samples.
 
     Args:
         run: the settings.
-        saved: the checkpoint to continue from.
+        saved: the checkpoint from which the run starts; None: no checkpoint.
         ranks: the strategy; each rank reads a share of the rows.
         texts: the run's data, if already open. If None, the data are opened here.
     """
@@ -197,8 +197,9 @@ def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
 
 
 def _sources(data: Node) -> dict[str, Openable]:
-    """Returns {name of a validation set: source that reads the set}. All sources have the same training text. If
-    data.val_path does not name several sets, the only name is an empty string."""
+    """Returns name of a validation set -> source that reads the training text and this set. The training text of all
+    sources is equal, because each source excludes the files of all sets from it. The only name is "" if data.val_path
+    does not name several sets."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
         return {"": _source(data)}
@@ -239,7 +240,7 @@ def module(
             the weights may then be created in 16 bits.
 
     Raises:
-        Refused: the weights, the adapter, the tokenizer or the checkpoint cannot be used with these settings.
+        Refused: the weights, the adapter, the tokenizer or the checkpoint do not match the settings.
     """
     complete = saved is not None and saved.base is None  # the checkpoint contains all weights
     described = data.described.at_random if complete else data.described
@@ -281,8 +282,8 @@ def _check(run: Run, network: PreTrainedModel) -> None:
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:
     """Returns a digest of the initial model's weights and config, for the cache key of reference log-probabilities. A
-    new adapter starts at zero and does not change the model. So the digest leaves the adapter out, and all runs with
-    new adapters share the cached log-probabilities."""
+    new adapter does not change the model's outputs, so the digest leaves it out. Runs that differ only in their new
+    adapters therefore share cached log-probabilities."""
     begins_with_zeros = run.adapter_class.freezes_base and not run.adapter.arguments.get("path")
     weights = base if begins_with_zeros else digest(built.model.state_dict(), built.ranks.sent_as)
     settings = {key: value for key, value in built.model.config.to_dict().items() if key not in OF_NO_EFFECT}

@@ -97,8 +97,8 @@ def _wider(dtype: str) -> str:
 
 
 def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
-    """Writes the weights, and then the other results if there is enough disk space, after training has ended because a
-    checkpoint could not be written. The weights need less space than a checkpoint.
+    """Writes the results of a run whose training has ended because a checkpoint could not be written: first the
+    weights, which need less space than a checkpoint, and then the other results if the disk has space for them.
 
     Returns:
         The error that ends the run. Its message says what was written and how to continue.

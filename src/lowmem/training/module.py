@@ -3,8 +3,8 @@
 A window is the group of micro-batches of one optimizer step (gradient accumulation). One Lightning batch is one window,
 so all checkpoints are saved between windows. `training_step` uses Lightning's manual optimization, because automatic
 optimization counts steps that the loss scaler skipped, gives a short last window the wrong weight, and saves
-checkpoints inside a window. The module calls techniques through interfaces, never by name. docs/one-step.md shows in
-which thread and stream each part of a step runs.
+checkpoints inside a window. The module calls techniques through interfaces such as `OneDevice` and `WindowOptimizer`.
+docs/one-step.md shows in which thread and stream each part of a step runs.
 """
 
 import logging
@@ -104,8 +104,9 @@ class CausalLM(LightningModule):
         self.auxiliary_loss = AuxiliaryLoss(model) if asked_for(model) else None
         self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # position in the training data after the last completed window
-        # Numbers of computed tokens and of tokens with a label, on all devices, in all windows so far. Skipped steps
-        # count, too, except windows without a token that counts in the loss, which are not computed.
+        # Numbers of computed tokens and of tokens with a label, on all devices, in all windows so far. The tokens of
+        # skipped steps are included. The tokens of windows that are not computed, because none of their tokens counts
+        # in the loss, are not included.
         self.tokens = self.learned_tokens = 0
         self.skipped_steps = 0
         # Global norm, before clipping, of the gradients of the last window that was computed. None: no window was
@@ -381,7 +382,7 @@ class CausalLM(LightningModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
         """Loads the weights of a checkpoint. The lower halves of split masters come from the checkpoint's "rests". If
-        the model or the checkpoint is sharded, one weight is loaded at a time."""
+        the model is sharded or the checkpoint is a folder, one weight is loaded at a time."""
         if self.ranks.divides or isinstance(state_dict, CheckpointTensors):
             by_name.load_weights(self, state_dict, self._rests)
             self._rests = {}

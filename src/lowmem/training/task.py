@@ -1,7 +1,8 @@
 """Decides what a command does: train, show the data, evaluate a run or an exported model, export a run, or nothing.
 
-If resume= names a run that has done all its steps, the command does the remaining work: the last evaluation, or the
-export. If nothing remains, resume=auto does nothing, and any other resume= is refused.
+If the run to resume has done all its steps, the command does the remaining work: the last evaluation and the export, or
+only the export. If nothing remains, resume=auto does nothing, and any other resume= is refused. resume=auto also treats
+a run that early stopping has ended as a run that has done all its steps; any other resume= continues its training.
 """
 
 import json
@@ -32,6 +33,8 @@ class Task(NamedTuple):
 
     @property
     def exports(self) -> bool:
+        """Returns True if the command writes model/: it trains, exports, or does the remaining work of a resumed
+        run."""
         return self.work in ("train", "export") or self.resumes
 
     @property
@@ -47,7 +50,7 @@ def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -
     finds none. Rank 0 finds and verifies the checkpoint for all ranks.
 
     Raises:
-        Refused: the checkpoint cannot be used.
+        Refused: the checkpoint does not exist, is incomplete or damaged, or is not a checkpoint of lowmem.
     """
 
     def find_for_all(find: Callable[[], Path | None]) -> Path | None:
@@ -71,8 +74,8 @@ def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -
 
 
 def find_task(run: Run, saved: Saved | None) -> Task:
-    """Returns the work to do. Args: saved: the checkpoint of `find_checkpoint`. Raises: Refused: the run to resume is
-    complete and resume= is not auto, or it has done more than max_steps steps."""
+    """Returns the work to do. Args: saved: the checkpoint of `find_checkpoint`. Raises: Refused: the run to resume has
+    done more than max_steps steps; or no work remains, and resume= is not auto."""
     if run.show is not None:
         return Task("show")
     if run.export is not None:
@@ -84,7 +87,8 @@ def find_task(run: Run, saved: Saved | None) -> Task:
 
 def lines_of_older(run: Run, saved: Saved | None) -> dict[str, str]:
     """Returns overrides with which the data are tokenized as by earlier versions of lowmem, without a beginning-of-text
-    token. Returns an empty dict if there is no checkpoint, or if its run has stored its beginning tokens."""
+    token. Returns an empty dict if there is no checkpoint, if the checkpoint stores its run's beginning tokens, or if
+    no data.bos= is auto."""
     if saved is None or saved.begin is not None:
         return {}
     return {key: OLDER for key, bos in run.begins.items() if bos == "auto"}

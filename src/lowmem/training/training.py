@@ -49,8 +49,8 @@ class DidNotFit(Exception):
 
     Args:
         side: "device" or "host".
-        held: bytes by category on this side: for a device at the highest sampled point, or without one the current
-            bytes; for the host the current bytes. Empty if memory ran out before the callbacks existed.
+        held: category -> bytes on this side. For a device: at the highest sampled point, or now if no point was
+            sampled. For the host: now. Empty if memory ran out before the callbacks existed.
     """
 
     def __init__(self, side: Side, held: dict[str, int]) -> None:
@@ -180,8 +180,8 @@ def training_session(
 
 
 def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalLM:
-    """Builds the module. If the loss needs reference log-probabilities, first reads them from the cache or computes
-    them, except for an export."""
+    """Builds the module. If the loss needs reference log-probabilities, and the work is not an export, also reads them
+    from the cache or computes them."""
 
     def again(saved: checkpoint.Saved | None) -> CausalLM:
         seed_everything(run.seed, verbose=False)  # directly before weights are initialized
@@ -337,6 +337,6 @@ def _loggers(run: Run, task: Task, ranks: OneDevice) -> list[Logger]:
 
 
 def mixes_dtypes(error: BaseException, network: torch.nn.Module) -> bool:
-    """Returns True if an error says that 16-bit weights were multiplied with fp32 activations."""
+    """Returns True if the network has 16-bit weights and the error says that dtypes differ."""
     has_16_bits = any(p.dtype.itemsize == 2 for p in network.parameters())
     return has_16_bits and re.search("same dtype|mixed dtype|scalar type", str(error)) is not None

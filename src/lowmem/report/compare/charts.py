@@ -21,7 +21,7 @@ Unit = tuple[int, str, int]  # (bytes, name, decimals)
 
 def paint(every: Sequence[Figures], front: Sequence[Figures]) -> None:
     """Sets the color of each run, and whether the run stands out. If there are at most as many runs as colors, all runs
-    stand out; otherwise only the first runs of the Pareto front stand out, one for each color."""
+    stand out; otherwise only the first runs of the Pareto front stand out, at most one run per color."""
     for i, run in enumerate(sorted(every, key=lambda run: run not in front)):
         run.colour = OF_RUNS[i % len(OF_RUNS)]
         run.stands_out = i < len(OF_RUNS) and (len(every) <= len(OF_RUNS) or run in front)

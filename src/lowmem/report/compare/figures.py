@@ -76,8 +76,8 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
 
 def front(every: Sequence[Figures]) -> list[Figures]:
     """Returns the runs on the Pareto front of speed and device memory, sorted by device memory. Runs for which one of
-    the two was not measured are left out. A run is on the front if no other run is at least as fast, needs at most as
-    much memory, and is better in one of the two."""
+    the two was not measured are left out. A run is on the front unless another run is at least as fast, needs at most
+    as much memory, and is faster or needs less."""
     measured = [run for run in every if run.device is not None and run.tokens_per_second is not None]
 
     def beaten(run: Figures) -> bool:

@@ -1,5 +1,4 @@
-"""Makes the comparison page, comparison.html: a single file that needs no network, for a few or many runs, and for
-large and small screens."""
+"""Makes the comparison page, comparison.html: a single file that needs no network."""
 
 import json
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ from lowmem.system.units import GIB, duration, unit
 FAILED = "failed.txt"  # file in the folder of a failed run, with the error message
 WIDTH = 80  # characters: if a line of a table is longer, each run gets a second line for its overrides
 LINE = 240  # maximum characters of a printed reason
-QUIET = 600  # seconds without a changed file after which a run may have ended; used if its lock does not decide
+QUIET = 600  # seconds without a changed file after which a run's status is unknown, if summary and lock do not show it
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ FIGURES = {
 
 
 def columns(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the columns of the table. Columns about a drive, and the accuracy on preference pairs, are included if at
-    least one run has values for them. The rate of learned tokens is included if, in at least one run, it differs from
-    the rate of tokens."""
+    """Returns the columns of the table. Columns about a drive, and the accuracy of preference losses, are included if
+    at least one run has values for them. The rate of learned tokens is included if, in at least one run, it differs
+    from the rate of tokens."""
     rare = [name for name in FIGURES if "drive" in name or name == "accuracy"]
     found = [name for name in FIGURES if name not in rare or any(figure(run, name) is not None for run in runs)]
     return found if any(map(_has_unlearned, runs)) else [name for name in found if name != "learned tokens/s"]

@@ -35,8 +35,8 @@ COLUMNS = (
     "auxiliary_loss",
     "learned_tokens",
 )
-# The speed is measured without the first steps, which allocate the optimizer state, warm up caches, and are all tracked
-# by the memory meter.
+# The speed is measured without these first steps: they allocate the optimizer state and warm up caches, and the memory
+# meter tracks each of them.
 WARM_UP_STEPS = 3
 LONG = 60  # seconds: without a progress bar, a longer remaining training time is logged after the warm-up steps
 # Format of the progress bars. It is shorter than tqdm's default format: with 80 columns, all figures of a run of 10,000

@@ -6,7 +6,7 @@ drive.
     below that       the run: resident memory of the process
     bottom right     the run, if it uses a drive: bytes on the drive, and bytes read and written per step
 
-Categories have equal colors in all charts. Memory without categories (of the process, of CUDA's allocator, on the
+A category has the same color in all charts. Memory without categories (of the process, of CUDA's allocator, on the
 drive) is drawn in the color INK. Each chart has its own scale, and all charts have the same unit: the unit of the
 device's peak.
 """

@@ -41,7 +41,7 @@ class Samples(Callback):
         prompts: token ids of each prompt, (1, T).
         tokens: maximum new tokens of each continuation; 0 disables samples.
         length: maximum tokens of prompt and continuation together. The continuation has at most half of these tokens.
-            The beginning of a prompt that is too long is cut off.
+            A prompt that is too long loses its beginning.
         file: a JSON lines file, to which a line is appended for each prompt and evaluation.
         at_end: the context of computations at the end of an evaluation.
     """
@@ -149,7 +149,7 @@ def _of_json(line: bytes, number: int, file: Path) -> object:
 def example(tokens: Tokens) -> str:
     """Returns a short prompt for a printed command, in one line: the beginning of the first user message of a
     conversation, or of a text. Validation documents are searched first, then training documents; returns "Hello" if the
-    first DOCUMENTS of both contain no text."""
+    first DOCUMENTS documents of both splits contain no text."""
     for split in (tokens.val, tokens.train):
         for start, stop in pairwise([0, *split.ends[:DOCUMENTS].tolist()]):
             stop = min(stop, start + LONGEST)

@@ -94,7 +94,7 @@ def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: di
 
 
 def _tied(module: LightningModule) -> dict[str, str]:
-    """Returns a dict from each additional name of a tied parameter to the parameter's first name."""
+    """Returns additional name of a tied parameter -> first name of the parameter."""
     first_names = {id(p): name for name, p in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first_names[id(p)] for name, p in every if name != first_names[id(p)]}

@@ -138,7 +138,7 @@ class Checkpoints(Callback):
         self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.saved_step != trainer.global_step:  # ended after `on_train_batch_end`, as by early stopping
+        if self.saved_step != trainer.global_step:  # for example: early stopping after an evaluation
             self.save(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:

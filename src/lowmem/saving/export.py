@@ -79,8 +79,9 @@ class Weights:
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
 
     def full(self, p: nn.Parameter) -> Tensor:
-        """Returns a full weight, in host memory if it is a weight of the trained model. A parameter that the export has
-        added to the model is not sharded, so it is returned where it is. Only the first process calls this method."""
+        """Returns a full weight, in host memory if it is a weight of the trained model. For a parameter that the export
+        has added to the model, returns the computed value or, if there is none, the parameter's own data. Only the
+        first process calls this method."""
         if p not in self._names:
             return self.computed[p]() if p in self.computed else p.data
         return self._gathered(self._send_name(self._names[p]))

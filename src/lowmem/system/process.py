@@ -29,7 +29,7 @@ def _this() -> psutil.Process:
 @contextmanager
 def allow_open_files(count: int = OPEN_FILES) -> Iterator[None]:
     """Raises the limit of open files inside the `with` to `count`, or to the hard limit if that is lower. A higher
-    limit is kept. The limit of many systems is 1,024."""
+    limit is kept. The default of many systems is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

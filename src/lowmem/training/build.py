@@ -72,7 +72,7 @@ from lowmem.training.module import CausalLM, Placement, Update
 
 log = logging.getLogger(__name__)
 
-# names of the attributes in which a model's modules store a dropout probability
+# names of the attributes in which modules store a dropout probability
 DROPOUT = {"p", "attention_dropout", "dropout", "activation_dropout"}
 # keys of a model's config that do not change the model's output
 OF_NO_EFFECT = {"_name_or_path", "transformers_version", "dtype"}
@@ -125,8 +125,8 @@ def open_texts(run: Run) -> Texts:
     if added is None:
         check_vocabulary(size, rows_of(tokens.tokenizer))
     if not run.model.pretrained and run.model.architecture is not None:
-        # An export's config must agree with its tokenizer about the end token. Both parts are the same object, unless
-        # the model's configuration contains a text configuration.
+        # An export's config must agree with its tokenizer about the end token. `config` is its own text configuration,
+        # unless the model also has other parts, such as a vision tower.
         for part in (
             config,
             config.get_text_config(decoder=True),
@@ -234,10 +234,10 @@ def module(
     Args:
         run: the settings.
         data: the loaders and the description of the model.
-        saved: the checkpoint to continue from.
+        saved: the checkpoint from which the run starts.
         ranks: the strategy.
-        trains: True if the model is trained, not evaluated or exported. With a complete checkpoint and weights.drive=
-            the weights may then be created in 16 bits.
+        trains: True if the model is trained, not evaluated or exported. Then, with weights.drive= and a checkpoint that
+            contains all weights, the weights may be created in 16 bits.
 
     Raises:
         Refused: the weights, the adapter, the tokenizer or the checkpoint do not match the settings.

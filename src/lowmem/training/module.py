@@ -220,7 +220,7 @@ class CausalLM(LightningModule):
 
     @property
     def last_micro_batch(self) -> bool:
-        """Returns True if the micro-batch that computes now, or that has computed most recently, is the last of its
+        """Returns True if the current micro-batch, or between micro-batches the previous one, is the last of its
         window. In a pipeline, returns True if the last backward pass of the window has ended."""
         return self.weights.last
 

@@ -3,13 +3,13 @@
 DPO and related losses compare the log-probability of each answer under the trained model with its log-probability under
 a reference model: the model that training starts from. Other libraries keep the reference model in memory during
 training. Here a single pass without gradients, before training, computes two log-probabilities per pair (chosen and
-rejected answer) or per rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). Then the model
-is loaded again. The log-probabilities are stored in the token cache, 16 bytes per pair or rated answer,
-and reused by resumed runs and by other jobs of a sweep.
+rejected answer) or per rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). After the pass
+the model is loaded a second time. The log-probabilities are stored in the token cache, 16 bytes per pair or rated
+answer, and reused by resumed runs and by other jobs of a sweep.
 
 The cache key contains a digest of the model's initial weights and config, the precision, the tokens and their packing
-into rows. So after a change of the model, the template or seq_len the log-probabilities are computed again. Checkpoints
-also store the digest of the initial model.
+into rows. So after a change to the model, the template or seq_len, the log-probabilities are computed again.
+Checkpoints also store the digest of the initial model.
 """
 
 import gc
@@ -178,8 +178,8 @@ def _wanted(run: Run, data: build.Data, start: str) -> Iterator[ReferenceLogProb
 
 
 def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
-    """Returns the indices of the rows that training reads in max_steps steps, or of all rows if steps may be
-    skipped."""
+    """Returns the indices of the rows that training reads in max_steps steps. Returns the indices of all rows if steps
+    may be skipped, because training then reads further rows."""
     every = np.arange(len(train.sequences))
     if run.scales_loss or run.on_nonfinite == "skip":
         return every

@@ -1,7 +1,7 @@
 """Generates samples: at each evaluation, the model continues fixed prompts, so that users see whether the model learns.
 
 Each prompt is continued twice: with greedy decoding and with sampling. A prompt and its continuation together are at
-most as long as a training sequence, so that samples need no more memory than training.
+most as long as a training sequence, so samples do not need longer sequences than training.
 """
 
 import json

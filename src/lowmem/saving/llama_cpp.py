@@ -1,5 +1,5 @@
-"""Compares the tokens and log-probabilities that llama.cpp computes from a GGUF file with the tokens and
-log-probabilities that transformers computes from the original folder. `gguf.py` calls `compare`.
+"""Compares llama.cpp, which reads a GGUF file, with transformers, which reads the original folder: their tokens and
+their log-probabilities. `gguf.py` calls `compare`.
 
 llama.cpp runs in a separate process, because a crash in native code would end this process. Both models are in host
 memory. transformers computes in fp32 first, and then in 16 bits, which measures the effect of rounding.

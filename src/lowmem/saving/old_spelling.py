@@ -94,8 +94,8 @@ def _scaling(rope: dict, config: dict) -> dict | None:
 
 
 def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rewrites tokenizer_config.json; a no-op for a slow tokenizer. The class of the tokenizer in its original folder
-    is kept if it opens the new folder as an identical tokenizer; otherwise the class becomes `PLAIN`."""
+    """Rewrites tokenizer_config.json; a no-op for a slow tokenizer. The class that the tokenizer's original folder
+    names is kept if it opens `folder` as an identical tokenizer; otherwise the class becomes `PLAIN`."""
     if not tokenizer.is_fast:  # the class of a slow tokenizer does not read tokenizer.json
         return
     came_with = _class_of(tokenizer)

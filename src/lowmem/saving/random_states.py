@@ -1,9 +1,9 @@
 """Saves the states of the random number generators in a checkpoint and restores them, so that a resumed run draws the
 same random numbers, such as dropout masks, as a run without interruption.
 
-The saved states cannot be used if the number of processes or their data ranks have changed, or if processes that read
-the same data now use a different strategy. Then the seed of each process depends on the run's seed, the number of
-completed windows, and with several processes its data rank (in a pipeline also its rank). In this case the random
+The saved states are not restored if the number of processes or their data ranks have changed, or if the strategy has
+changed and several processes read the same data. Then each process is seeded from the run's seed, the number of
+completed windows and, with several processes, its data rank (in a pipeline also its rank). In this case the random
 numbers differ from those of a run without interruption.
 """
 
@@ -30,7 +30,7 @@ def capture(ranks: OneDevice, device: torch.device) -> dict:
 
 
 def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
-    """Restores the states of a checkpoint, or seeds this process if the states cannot be used.
+    """Restores the states of a checkpoint, or seeds this process if they do not match this run.
 
     Args:
         saved: the result of `capture`; further keys are ignored.
@@ -54,7 +54,7 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
 
 
 def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:
-    """Returns True if the checkpoint has a state for each process, with an equal data rank and an equal strategy. The
-    strategy may differ if all processes read different data."""
+    """Returns True if the saved processes have the data ranks of this run's processes, in the same order, and the
+    strategy of this run. The strategy may differ if no two processes read the same data."""
     data_ranks, saved_ranks = ranks.all_gather(ranks.data_rank), [state["data_rank"] for state in every]
     return saved_ranks == data_ranks and (strategy == type(ranks).__name__ or len({*data_ranks}) == len(data_ranks))

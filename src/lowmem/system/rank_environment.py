@@ -120,7 +120,8 @@ def _watch() -> None:
 
 
 def report(how: str, message: str = "") -> None:
-    """Reports to lowmem's command, if it started this rank, how the rank ends. Only a rank's first report counts.
+    """Reports to lowmem's command, if it started this rank, how the rank ends. The command reads only a rank's first
+    report.
 
     Args:
         how: "done": complete, even if threads of libraries fail while the process exits; "interrupted": by a signal,
@@ -134,8 +135,8 @@ def report(how: str, message: str = "") -> None:
 
 
 def _shortened(message: str) -> str:
-    """Returns the message. If the message is longer than MOST characters, for example a traceback, returns the first
-    line (at most MOST characters), a line with "...", and the complete lines among the last MOST characters."""
+    """Returns the message if it has at most MOST characters. Of a longer message, such as a traceback, returns the
+    first line (at most MOST characters), a line with "...", and the complete lines among the last MOST characters."""
     if len(message) <= MOST:
         return message
     return "\n".join((message.splitlines()[0][:MOST], "  ...", *message[-MOST:].splitlines()[1:]))
@@ -149,7 +150,7 @@ def says(message: str) -> bool:
 
     With lowmem's own command, all ranks except rank 0 print the error to stderr, which is their own log, and the
     command prints the error that a rank reports. With torchrun, a rank whose stderr is redirected to its own log prints
-    each error there, and if it is the first rank with this error, this function writes the error to the terminal. If
+    each error there. If it is the first rank with the error, this function also writes the error to the terminal. If
     stderr is not redirected, only the first rank with the error prints it. If the store is not hosted by torchrun's
     agent, or is no longer available, every rank counts as the first rank with the error.
     """

@@ -160,7 +160,7 @@ class Metrics(Callback):
         self._bar.close()
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Replaces the progress bar of training by a progress bar of the evaluation."""
+        """Replaces the progress bar of training with a progress bar of the evaluation."""
         if not trainer.sanity_checking:
             micro_batches = sum(trainer.num_val_batches)
             if self._bar:
@@ -186,7 +186,7 @@ class Metrics(Callback):
             for (name, bits), loss, figures in losses
         ]
         # If all answers of a set have the same rating, one of its metrics is None. Then the accuracy is meaningless,
-        # and early stopping must not read it, nor the accuracy of the evaluation before.
+        # and early stopping must read neither this accuracy nor the accuracy of the previous evaluation.
         trainer.callback_metrics.pop("accuracy", None)
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
@@ -200,7 +200,7 @@ class Metrics(Callback):
 
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float | None]) -> None:
         """Writes metrics to the file and to the loggers. The loggers get `train_loss` under the name "train/loss". A
-        metric that is None is an empty cell in the file, and is not sent to the loggers. Perplexity is only sent to the
+        metric that is None is an empty cell in the file, and is not sent to the loggers. Perplexity is sent only to the
         loggers. Args: split: "train" or "val"."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start

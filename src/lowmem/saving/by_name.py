@@ -16,8 +16,8 @@ shard becomes a piece of the full tensor. When loading, each process reads its s
 
 If tensor parallelism shards a fused layer (such as query, key and value in one matrix), a shard is not a contiguous
 part of the full tensor, so `as_dtensor` gathers the full tensor on every process. When a folder is loaded, one such
-tensor exists at a time. When saving, all of them are kept until the checkpoint is written. Apart from these gathers,
-loading does not communicate.
+tensor exists at a time. When saving, all gathered tensors are kept until the checkpoint is written. Apart from these
+gathers, loading does not communicate.
 """
 
 import logging

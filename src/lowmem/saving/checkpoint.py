@@ -301,8 +301,8 @@ def _instead(key: str, broken: Path | None = None) -> str:
 
 
 class Saved:
-    """The settings and counts in a checkpoint, read before the model is built, without the values of weights and
-    optimizer state.
+    """The settings and counts in a checkpoint. They are read before the model is built, and the values of weights and
+    optimizer state are not read.
 
     Args:
         path: the checkpoint.

@@ -163,7 +163,7 @@ def _merged(layer: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _merge_later(network: PreTrainedModel, weights: Weights) -> None:
-    """Replaces the adapted and 4-bit layers of a sharded model by ordinary layers. The weights of the ordinary layers
+    """Replaces the adapted and 4-bit layers of a sharded model with ordinary layers. The weights of the ordinary layers
     are gathered and merged when the export reads them."""
 
     def gathered(layer: nn.Module, key: str) -> Tensor:

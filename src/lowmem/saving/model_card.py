@@ -86,7 +86,7 @@ def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 def command(overrides: list[str]) -> str:
     """Returns the command that repeats the run, without the overrides of NOT_SHOWN. Each local path is shortened to
-    <name of the file or folder>, which readers replace by their own path."""
+    <name of the file or folder>, which readers replace with their own path."""
     typed = set(map(key, overrides))
     # overrides that set a key to null only because the other key of its pair is typed
     implied = {f"{other}=null" for pair in EITHER if typed >= {*pair} for other in pair}

@@ -30,7 +30,7 @@ def capture(ranks: OneDevice, device: torch.device) -> dict:
 
 
 def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
-    """Restores the states of a checkpoint, or seeds this process if they do not match this run.
+    """Restores the states of a checkpoint, or seeds this process if the states do not match this run.
 
     Args:
         saved: the result of `capture`; further keys are ignored.

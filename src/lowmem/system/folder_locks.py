@@ -1,5 +1,5 @@
-"""Locks folders against other processes with `flock`. The kernel releases the lock of a process that ends for any
-reason."""
+"""Locks folders against other processes with `flock`. When a process ends for any reason, the kernel releases its
+locks."""
 
 import fcntl
 import os

@@ -104,9 +104,9 @@ def check_sweep() -> None:
 
 
 def leashed() -> None:
-    """Ends this rank when the command that started it exits for any reason: with SIGTERM, and if the rank is still
-    running ORPHANED seconds later, with SIGKILL. A thread watches stdin, which is closed when the command exits. A
-    no-op in all other processes."""
+    """Ends this rank when the command that started it exits for any reason. The rank gets SIGTERM and, if it is still
+    running ORPHANED seconds later, SIGKILL. A thread watches stdin, which is closed when the command exits. A no-op in
+    all other processes."""
     if of_run() is not None:
         threading.Thread(target=_watch, daemon=True).start()
 

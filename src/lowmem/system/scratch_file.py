@@ -31,7 +31,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)  # 0 on macOS and Windows, which lack the f
 
 
 class Disk:
-    """The system calls that access a drive. Tests replace this class by subclasses whose calls fail or transfer fewer
+    """The system calls that access a drive. Tests replace this class with subclasses whose calls fail or transfer fewer
     bytes."""
 
     def create(self, folder: Path, direct: bool) -> int:

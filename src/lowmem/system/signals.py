@@ -19,9 +19,9 @@ ECHO_SECONDS = 0.2
 
 
 class Ended(SystemExit):
-    """Ends the program because of a signal: at once, or after an orderly stop to set the exit code. The exit code is
-    128 plus the number of the signal, as in shells. This class is not an `Exception`, so that `except Exception` does
-    not catch it.
+    """Ends the program after a signal. Raised at once, or after an orderly stop, when it only sets the exit code: 128
+    plus the number of the signal, as in shells. This class is not an `Exception`, so that `except Exception` does not
+    catch it.
 
     Args:
         sent: the signal.

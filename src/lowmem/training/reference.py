@@ -1,11 +1,11 @@
 """Computes the reference model's log-probabilities of a preference data set, before training or an evaluation.
 
 DPO and related losses compare the log-probability of each answer under the trained model with its log-probability under
-a reference model: the model that training starts from. Other libraries keep the reference model in memory during
-training. Here a single pass without gradients, before training, computes two log-probabilities per pair (chosen and
-rejected answer) or per rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). After the pass
-the model is loaded a second time. The log-probabilities are stored in the token cache, 16 bytes per pair or rated
-answer, and reused by resumed runs and by other jobs of a sweep.
+a reference model: the model that training starts from. The reference model is not in memory during training. Instead, a
+single pass without gradients, before training, computes two log-probabilities per pair (chosen and rejected answer) or
+per rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). After the pass the model is loaded
+a second time. The log-probabilities are stored in the token cache, 16 bytes per pair or rated answer, and reused by
+resumed runs and by other jobs of a sweep.
 
 The cache key contains a digest of the model's initial weights and config, the precision, the tokens and their packing
 into rows. So after a change to the model, the template or seq_len, the log-probabilities are computed again.

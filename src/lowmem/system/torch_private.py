@@ -201,9 +201,9 @@ def compilation_errors() -> type[Exception]:
 
 
 def within_budget(share: float) -> AbstractContextManager:
-    """Context manager that limits how many bytes of activations compiled graphs save for backward. Args: share: the
-    limit, as a fraction of the bytes that they would save without recomputation. The limit applies to graphs that are
-    compiled inside the `with`. Instead: an argument of torch.compile."""
+    """Context manager that limits how many bytes of activations compiled graphs save for backward. The limit applies to
+    graphs that are compiled inside the `with`. Args: share: 1: the bytes that torch's default saves; 0: the bytes that
+    full recomputation saves. Instead: an argument of torch.compile."""
     from torch._functorch import config
 
     return config.patch(activation_memory_budget=share)

@@ -84,7 +84,7 @@ class Texts(NamedTuple):
     """The tokenized data of a run. They do not depend on the batch size, so `fit` can open them before batch_size=auto
     is resolved, and convert epochs= to max_steps=."""
 
-    described: Described  # the config and the tokenizer of the model
+    described: Described  # the model's config and tokenizer, and the tokens that were added to the tokenizer
     tokens: Tokens
     train: Rows
     val: dict[str, Rows]  # name -> rows of a validation set; the loss on the first set selects the best checkpoint
@@ -114,8 +114,9 @@ def share_of(run: Run, ranks: OneDevice) -> Share:
 
 
 def open_texts(run: Run) -> Texts:
-    """Reads the model's config and tokenizer, and opens the data, which are tokenized unless their tokens are in the
-    cache. If the model has no tokenizer, a BPE tokenizer is trained on the data."""
+    """Reads the model's config and tokenizer, adds the tokens that the run needs to the tokenizer, and opens the data,
+    which are tokenized unless their tokens are in the cache. If the model has no tokenizer, a BPE tokenizer is trained
+    on the data."""
     described = loading.describe(run)
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()
@@ -297,12 +298,12 @@ def causal_lm(
     ranks: OneDevice = ONE_DEVICE,
     in_16_bits: bool = False,
 ) -> CausalLM:
-    """Builds the model with its techniques, in this order: loaded weights, adapter and frozen weights, compiled blocks,
-    activation checkpointing, slices of tokens, streamed weights.
+    """Builds the model with its techniques, in this order: loaded weights (with rows for added tokens), adapter and
+    frozen weights, compiled blocks, activation checkpointing, slices of tokens, streamed weights.
 
     Args:
         run: the settings.
-        described: the model's config and tokenizer.
+        described: the model's config, its tokenizer and added tokens.
         check: called with the loaded model on ranks that load weights.
         ranks: the strategy.
         in_16_bits: a checkpoint will replace the weights, so with weights.drive= the weights are created in 16 bits

@@ -237,6 +237,14 @@ def test_llama_cpp_check_finds_a_wrong_gguf_file(tmp_path, llama, monkeypatch, w
     assert not [*(tmp_path / "model").glob("*gguf*")]
 
 
+def test_16_bit_log_probabilities_of_a_model_with_a_weight_above_the_range_of_fp16_are_finite(tmp_path):
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["gpt2"]))
+    network.transformer.ln_f.weight.data[0] = 70_000.0
+    network.save_pretrained(tmp_path)
+    exact, rounded = llama_cpp._log_probabilities(tmp_path, [1, 2, 3])
+    assert rounded.isfinite().all() and 0 < (rounded - exact).abs().mean()
+
+
 @pytest.mark.process
 @pytest.mark.matrix
 def test_llama_cpp_check_accepts_a_model_with_only_16_positions(tmp_path, llama):

@@ -100,8 +100,10 @@ def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor
     stored_in_bf16 = AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
     for dtype in (torch.bfloat16,) if stored_in_bf16 else (torch.float16, torch.bfloat16):
         rounded = model.to(dtype)(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        if rounded.isfinite().all():  # fp16 overflows in some models
+        if rounded.isfinite().all():
             break
+        # fp16 overflows in some models, and their weights may have overflowed, too
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return exact, rounded
 
 

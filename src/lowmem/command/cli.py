@@ -6,9 +6,9 @@ The steps of a command:
 - `start` converts the command line (`prepare`) and calls Hydra's main function.
 - Hydra composes the config and calls the callbacks of conf/config.yaml: `TypedWins` (`typed_lines.py`), `Settle` here,
   and `Claim` (`folder_lock.py`), which locks the run's folder. Hydra calls `Report` (`sweep.py`) after a sweep.
-- Hydra writes its files and calls the job, `run` or `plan`. With `devices=2`, `run` starts the ranks (`launch.py`),
-  each of which goes through these steps as well.
-- `_guarded` turns an error of the job into a message. When Hydra has returned, `start` prints all messages and exits.
+- Hydra writes its files and calls the job, `run` or `plan`. With several devices, `run` starts the ranks (`launch.py`).
+  Each rank is a process that goes through these steps, too.
+- `_guarded` turns an error of the job into a message. When Hydra has returned, `start` prints these messages and exits.
 
 This module imports nothing heavy at its top, so that `--help` answers in well under a second.
 """
@@ -63,13 +63,13 @@ LOADING = "Loading torch, Lightning and transformers ..."  # importing them take
 NOTHING_FITS = 2  # the exit code of plan.py if no recipe fits
 
 _failures: list[str] = []  # messages of failed jobs of this command
-_unfit: list[Path] = []  # folders of the plans of this command in which no recipe fits
+_unfit: list[Path] = []  # folders of this command's plans that have no fitting recipe
 
 
 def _skip_last_collection() -> None:
-    """Skips the garbage collection at exit, which would take a second although the operating system frees all memory
-    anyway. A no-op if Triton is loaded, as in CUDA builds of torch, because Triton would report the objects that were
-    not collected as leaks."""
+    """Skips the garbage collection at exit, which would take a second and is not needed, because the operating system
+    frees all memory of a process. Does nothing if Triton is loaded (CUDA builds of torch may load it), because Triton
+    would report uncollected objects as leaks."""
     if "triton" not in sys.modules:
         gc.freeze()
 
@@ -79,8 +79,8 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     code. Args: config: the yaml of conf/ that `main` reads."""
     atexit.register(_skip_last_collection)
     home.replace_if_read_only()
-    sys.stdout.reconfigure(errors="backslashreplace")  # otherwise text that the terminal cannot show would end a run
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors and does not print them; this function prints them
+    sys.stdout.reconfigure(errors="backslashreplace")  # otherwise a character that stdout cannot encode would end a run
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     _failures.clear()
     _unfit.clear()
     signals.received.clear()
@@ -114,8 +114,8 @@ def start(main: Callable[[], None], config: str = "config") -> None:
 
 
 def _no_folder(error: OSError) -> str:
-    """Returns the message for a folder that Hydra cannot create: the run's folder, or in a sweep the folder of a
-    job."""
+    """Returns the message for a folder that Hydra cannot create. This is the run's folder, or in a sweep a job's
+    folder."""
     if not {*sys.argv} & {*SWEEP}:
         return f"The output folder is not writable ({error}). Type hydra.run.dir=<a writable folder>."
     if error.errno == errno.ENAMETOOLONG:
@@ -134,8 +134,8 @@ def _exit(message: str) -> NoReturn:
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """Returns the arguments for Hydra: its flags, then the overrides of the run or sweep that resume=, evaluate=,
-    export= or sweep.resume= names, and the typed overrides, quoted for Hydra.
+    """Returns the arguments for Hydra: Hydra's flags, then the overrides of the earlier run or sweep that resume=,
+    evaluate=, export= or sweep.resume= names, then the typed overrides. The overrides are quoted for Hydra.
 
     Raises:
         Refused: the arguments are wrong. (Errors that show only in the composed config are found later, by Hydra and
@@ -167,7 +167,7 @@ def prepare(arguments: list[str]) -> list[str]:
     if any(line.partition("=")[2] != "null" for line in lines if key(line) in ALONE):
         lines = [line for line in lines if key(line).partition(".")[0] not in ("strategy", "devices")]
     sweep = bool({*flags} & {*SWEEP})
-    if {*flags} <= {*SWEEP}:  # --help and --cfg also work for a config with errors
+    if {*flags} <= {*SWEEP}:  # --help and --cfg also accept wrong overrides
         spelling.check_lines(lines, sweep)
         if sweep:
             rank_environment.check_sweep()
@@ -185,11 +185,12 @@ def _resumed_sweep(arguments: list[str]) -> list[str]:
 
 def _resumed_overrides(arguments: list[str]) -> list[str]:
     """Returns the overrides of the run that `resume=`, `evaluate=` or `export=` names, under the current names of their
-    keys. Returns an empty list if no run is named.
+    keys. Returns an empty list if no run is named, or if neither the named path nor the two folders above it have a
+    file .hydra/overrides.yaml.
 
     Raises:
-        Refused: an override can run code and was not typed again (the folder may come from somebody else), or a choice
-            of a resumed run was removed.
+        Refused: an override can run code and was not typed again (the folder may come from somebody else), or the run
+        cannot be resumed because lowmem no longer has one of its choices (`_refuse_taken_out`).
     """
     of_a_run = {"resume", "evaluate", "export"}
     lines = [unquoted(line) for line in arguments if key(line) in of_a_run]
@@ -215,8 +216,9 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
 
 
 def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
-    """Refuses to resume a run that uses a choice which lowmem no longer has, unless the command also types a
-    replacement that can read the run's checkpoints. Such a run can still be evaluated and exported."""
+    """Raises Refused if the command resumes a run with a choice that lowmem no longer has. Two cases are allowed: the
+    choice has a replacement that can read the run's checkpoints, and the command line contains it; or the run is only
+    evaluated or exported."""
     resumed = [unquoted(line) for line in arguments if key(line) == "resume"]
     for line in [line for line in earlier if line in spelling.TAKEN_OUT] if resumed else ():
         instead, why, resumes = spelling.TAKEN_OUT[line]
@@ -231,7 +233,8 @@ def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
 
 
 def _renamed(lines: list[str]) -> list[str]:
-    """Returns overrides of an earlier version of lowmem with the current names of keys and choices."""
+    """Returns the overrides with the current names of keys and choices. An earlier version of lowmem may have recorded
+    other names."""
     instead = [new for line in lines if line in spelling.TAKEN_OUT for new in spelling.TAKEN_OUT[line].instead.split()]
     return [*instead, *map(spelling.renamed, without(set(map(key, instead)), lines))]
 
@@ -243,7 +246,7 @@ def _works_alone(run: Run) -> bool:
 class Settle(Callback):
     """The Hydra callback that checks the composed config and stores the resulting `Run`, before anything is written."""
 
-    run: Run | None = None  # None: the job itself calls `settled`, because the config refers to values of Hydra's job
+    run: Run | None = None  # None: the job calls `settled`, because an override contains ${hydra:...}
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         if any("${hydra:" in line for line in OmegaConf.to_container(config.hydra.overrides.task)):
@@ -258,11 +261,12 @@ class Settle(Callback):
 
 
 def run(cfg: DictConfig) -> float:
-    """Runs one job, and turns errors into messages. Hydra calls this function once per run, and in a sweep once per
-    job; each job of a sweep runs in its own process.
+    """Runs one job, and turns errors into messages. Hydra calls this function once per run, or in a sweep once per job.
+    In a sweep, this function starts the job in another process and waits for it.
 
     Returns:
-        The validation loss; nan after a failure, and for work without a summary.
+        The validation loss; nan after a failure, for work without a summary, and for a job of a sweep without a
+        validation loss.
 
     Raises:
         Ended: a signal has interrupted the run (or the current job of a sweep), which wrote a checkpoint; or has ended
@@ -286,8 +290,9 @@ def run(cfg: DictConfig) -> float:
 
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
-    """Trains, evaluates, exports, generates or shows rows, as the run's keys say. Returns the summary, or None for work
-    without a summary. If only rank 0 does the work, the other ranks return None."""
+    """Trains, evaluates, exports, generates text or shows rows, as the run's keys say. Returns the summary; None after
+    generating, and an empty dictionary after showing rows. If only rank 0 does the work, the other ranks return
+    None."""
     if rank_environment.number() and _works_alone(run):
         return None
     check_places(run)
@@ -384,7 +389,8 @@ def _words(value: object) -> Iterator[str]:
 
 
 def _message(error: Exception, debug: bool, places: list[str]) -> str:
-    """Returns a message for an error that the user can fix, and a traceback for any other error."""
+    """Returns a message for an error that the user can fix, and a traceback for any other error. With debug=true,
+    returns a traceback for every error."""
     if isinstance(error, OmegaConfBaseException) and not debug:
         return str(error)
     if isinstance(error, OSError) and of_place(error, places) and not debug:

@@ -1,12 +1,12 @@
-"""Locks the folder of a run, plan or sweep before anything is written to it, and restores the folder if the command
-fails before it has written files besides Hydra's files.
+"""Locks the folder of a run, plan or sweep before anything is written to it. If the command ends before it has written
+any file besides Hydra's files, the folder is restored.
 
-Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes, locks
-the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. Every folder stays locked
-until the command exits, so that a run cannot be resumed while it is running.
+Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes these
+files, locks the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. Every folder
+stays locked until the command exits, so that a run cannot be resumed while it is running.
 
-With several ranks, only one process locks the folder: the launcher, or rank 0 if torchrun has started the ranks. The
-other ranks get the name of the folder from this process.
+With several ranks, only one process locks the folder: the launcher, or rank 0 if torchrun has started the ranks. This
+process tells the other ranks the name of the folder.
 """
 
 import os
@@ -33,7 +33,7 @@ from lowmem.system.errors import Refused
 from lowmem.system.terminal import folded
 
 HYDRAS = (".hydra", "train.log", "plan.log", "multirun.yaml")  # files that Hydra writes before a job starts
-# Files that a command writes in addition to Hydra's files. A folder that contains one of them belongs to another run.
+# Files and folders that a command itself writes. A folder that contains one of them belongs to an earlier run or plan.
 LEFT = (
     *("summary.json", FAILED, "metrics.csv", "memory.csv", "memory_step.csv", "memory.png", "checkpoints", "model"),
     *("plan.json", rank_environment.LOG),
@@ -51,8 +51,8 @@ class Claimed:
         lock: file descriptor of the open folder, on which the lock is taken.
         created: the folders that this command created, the innermost first.
         overwritten: the content of files that Hydra overwrites.
-        other_files: path -> modification time in ns, of all other files; None for a job of a sweep, whose folder is
-            never restored.
+        other_files: path relative to the folder -> modification time in ns, for files that Hydra does not write; None
+            for a job of a sweep, whose folder is not restored.
     """
 
     folder: Path
@@ -62,7 +62,8 @@ class Claimed:
     other_files: dict[str, int] | None
 
     def untouched(self) -> bool:
-        """Returns whether only Hydra has written to the folder."""
+        """Returns whether only Hydra has written to the folder since this command locked it; False for a job of a
+        sweep."""
         return self.other_files is not None and self.folder.is_dir() and _other_files(self.folder) == self.other_files
 
     def give_back(self) -> None:
@@ -96,8 +97,8 @@ def _or_exit() -> Iterator[None]:
 
 
 class Claim(Callback):
-    """The Hydra callback that claims the folder of a run or a sweep, before Hydra writes to it. After an error the
-    callback exits the process, since Hydra would turn an exception into a warning.
+    """The Hydra callback that locks the folder of a run or a sweep before Hydra writes to it. An error ends the process
+    with a message, since Hydra would turn an exception into a warning.
 
     Args:
         host: name of the machine on which the locking process runs; written to .hydra/hydra.yaml.
@@ -112,7 +113,7 @@ class Claim(Callback):
         HydraConfig.instance().set_config(config.copy())  # Hydra itself sets it later, too late to resolve ${hydra:...}
         if rank_environment.of_run() or rank_environment.number():
             run = rank_environment.of_run() or _agreed(None)
-            with read_write(config):  # only the process that claims the folder writes Hydra's files
+            with read_write(config):  # only the process that has locked the folder writes Hydra's files
                 config.hydra.run.dir = str(run)
                 config.hydra.output_subdir = None
                 log_file = OmegaConf.select(config, "hydra.job_logging.handlers.file")
@@ -167,7 +168,7 @@ def _value(config: DictConfig, key: str) -> str | None:
 
 def _redirect(run: Path) -> None:
     """Redirects the output of a rank to a file in the run's folder. A no-op if the launcher (`launch.py`) has started
-    the rank, because the launcher redirects it."""
+    the rank, because the launcher has already redirected the output."""
     if rank_environment.of_run() is None:
         try:
             rank_environment.redirected(run)
@@ -212,7 +213,8 @@ def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -
 
     Args:
         key: the key that names the folder, for messages.
-        typed: True: claim exactly this folder, which the user typed; False: claim a new folder with a similar name.
+        typed: True: claim exactly this folder, which the user typed; False: claim a new folder, if necessary with a
+            number appended to its name (`_new`).
         goes_on: returns True if the command may write to a folder that already contains a run.
     """
     try:
@@ -264,8 +266,8 @@ def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
 
 
 def _instead(folder: Path) -> str:
-    """Returns advice on how to continue the run in this folder. Returns an empty string if the folder contains a plan,
-    or results that were computed from another run."""
+    """Returns advice on how to continue the run or sweep in this folder. Returns an empty string if the folder contains
+    a plan, or results that were computed from another run."""
     if (folder / "plan.json").exists() or _uses_a_run(folder):
         return ""
     line = "resume=auto"
@@ -292,9 +294,9 @@ def _locked(folder: Path, created: list[Path]) -> Claimed | None:
 
 
 def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> bool:
-    """Returns whether a command may write to a folder that is not empty. The command may write if `resume=` is auto, or
-    names the folder or a checkpoint in the folder. A new plan may overwrite an earlier plan, and a new evaluation or
-    export may overwrite the results of an earlier evaluation or export.
+    """Returns whether a command may write to a folder that is already in use. A plan may overwrite an earlier plan, and
+    an evaluation or export may overwrite the results of an earlier evaluation or export. In a run's folder, a command
+    may write if `resume=` is auto, or names the folder or a path in it.
 
     Args:
         plans: whether the command is plan.py.
@@ -312,8 +314,9 @@ def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> b
 
 
 def _exported(named: str | None) -> Path | None:
-    """Returns the folder of the run that `export=` names, into which model/ is written. Returns None for a checkpoint,
-    whose weights may differ from the run's model, and for a run that is still in progress."""
+    """Returns the folder of the run that `export=` names, into which model/ is written. Returns None if `export=` is
+    not set, if it names a checkpoint, whose weights may differ from the run's model, or if the run is still in
+    progress."""
     run = Path(str(named)).expanduser()
     there = named is not None and (run / "checkpoints").is_dir() and not folder_locks.is_locked(run)
     return run if there else None

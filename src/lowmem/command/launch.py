@@ -1,10 +1,10 @@
 """Starts the ranks of a run on this machine, and watches them until they end. Each rank is a process that runs the
 typed command on one device.
 
-With `devices=2` the typed command itself is only a launcher. It locks the run's folder, does not import torch, starts
-the ranks, and forwards signals to them. If a rank fails, the launcher ends the other ranks, which would otherwise wait
-for the failed rank until a timeout of many minutes. On the terminal, only the launcher prints the error of a failed
-rank.
+With several devices, the process of the typed command is only a launcher, which does not import torch. The launcher
+locks the run's folder, starts the ranks, and forwards signals to them. If a rank fails, the launcher ends the other
+ranks, which would otherwise wait for the failed rank until a timeout of many minutes. On the terminal, only the
+launcher prints the error of a failed rank.
 
     launcher           the main thread starts the ranks, checks every LOOK seconds whether they have ended, and
                        forwards signals; a second thread copies the stderr of rank 0 to the launcher's stderr
@@ -36,7 +36,7 @@ from lowmem.system.errors import NotPublished, Refused
 from lowmem.system.signals import Ended
 from lowmem.techniques.strategy import lost_ranks
 
-# seconds between the failure of a rank and SIGTERM to the other ranks, in which they may report their own errors
+# seconds from the failure of a rank to SIGTERM to the other ranks; meanwhile, they may report their own errors
 SETTLE = 2.0
 GRACE = 5.0  # seconds from SIGTERM, or from the second signal, to SIGKILL
 LOOK = 0.05  # seconds between two checks whether ranks have ended
@@ -51,8 +51,8 @@ CAUSES = ("killed", "failed", "ended", "aborted", "lost", "not uploaded")
 
 
 class RankEnded(Refused):
-    """Raised by the launcher if a rank has failed. The message is the error that all ranks reported, or it names the
-    rank and contains the rank's own report or last output."""
+    """Raised by the launcher if a rank has failed. If all ranks reported the same error, this error is the message.
+    Otherwise the message names one rank and contains its report or last output."""
 
 
 @dataclass
@@ -63,11 +63,12 @@ class Rank:
         number: number of the rank, from 0.
         reports: file descriptor of the pipe from which the launcher reads the rank's report.
         log: the file with the rank's output; for rank 0 train.log.
-        last_stderr: the end of the stderr of rank 0, which is in no file; empty for other ranks.
+        last_stderr: the last WORDS bytes that rank 0 wrote to stderr, which no file contains; empty for other ranks.
         reader: the launcher's thread that reads the stderr of rank 0; None for other ranks.
         code: exit code of the process (negative for a signal); None while the process runs.
         at: time.monotonic() at which the launcher first saw the report or the end of the process; 0: not yet.
-        ended_by_us: True: the launcher has ended this rank, because another rank had failed or after a second signal.
+        ended_by_us: True: the launcher has sent this rank SIGTERM or SIGKILL because another rank had failed, or
+            SIGKILL after a second signal.
         report: the rank's report (`rank_environment.report`); empty without a report.
     """
 
@@ -106,7 +107,8 @@ class Rank:
     @property
     def how(self) -> str:
         """Returns how the rank has ended, or how it will end according to its report: "done", "interrupted" (by a
-        signal, after a checkpoint), or one of CAUSES, in which "ended" means immediately by a signal."""
+        signal, after a checkpoint), or one of CAUSES. The cause "ended" means that a signal has ended the rank without
+        a checkpoint."""
         if self.report:
             return self.report["how"]
         if self.code == 0:
@@ -140,18 +142,16 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 
     Args:
         folder: the run's folder, which the launcher has locked.
-        typed: overrides, as Hydra gives them.
+        typed: overrides, quoted for Hydra.
         size: number of ranks.
 
     Returns:
-        The signal that interrupted the ranks, after which they wrote a checkpoint and ended; None if all ranks are
-        done.
+        The signal after which the ranks wrote a checkpoint and ended; None if all ranks are done.
 
     Raises:
-        RankEnded: a rank has failed. This function writes the error to failed.txt if the rank sent no report, or sent a
-            traceback that is not the report of all ranks.
-        NotPublished: the run is complete, but `push=` or `export_format=` failed.
-        Ended: a signal has ended at least one rank immediately, without a checkpoint.
+        RankEnded: a rank has failed. See `_error_message`, which may also write failed.txt. NotPublished: the run is
+        complete, but `push=` or `export_format=` failed. Ended: a signal has ended at least one rank immediately,
+        without a checkpoint.
     """
     with _started(folder, typed, size) as ranks:
         sent = _watched(ranks)
@@ -170,12 +170,11 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
 
 @contextmanager
 def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Rank]]:
-    """Context manager that starts the ranks and yields them. At the end of the `with`, kills the ranks that still
-    run."""
+    """Context manager that starts the ranks and yields them. On exit, kills the ranks that are still running."""
     command = [sys.executable, str(sweep.script), *typed, f"hydra.run.dir={folder}"]
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
-    # Each rank gets an equal part of the processors for its threads. Otherwise each rank would start threads for all
-    # processors.
+    # Each rank starts threads for its share of the processors, unless the user has set OMP_NUM_THREADS. By default, it
+    # would start threads for all processors.
     world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, processors.usable() // size))}
     # unbuffered, so that the log contains the last output of a killed rank
     world |= {rank_environment.OF_RUN: folder, "PYTHONUNBUFFERED": 1}
@@ -245,11 +244,11 @@ def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
     """Waits until all ranks have ended, and returns the signals that the launcher received meanwhile.
 
     Each signal is forwarded to all running ranks. After the first signal, ranks have as much time as they need to write
-    a checkpoint. After a second signal, they are killed GRACE seconds later. If a rank fails, the other ranks receive
-    SIGTERM after SETTLE seconds, and SIGKILL after another GRACE seconds.
+    a checkpoint. GRACE seconds after a second signal, the remaining ranks are killed. SETTLE seconds after a rank has
+    failed, the other ranks receive SIGTERM, and GRACE seconds later SIGKILL.
     """
     received: list[signal.Signals] = []
-    # (time, signal) pairs: at this time, the signal is sent to the ranks that still run
+    # (time, signal) pairs: at this time, the signal is sent to the ranks that are still running
     due: list[tuple[float, signal.Signals]] = []
 
     def hand_on(sent: signal.Signals) -> None:
@@ -273,8 +272,8 @@ def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
 
 
 def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
-    """Sends a signal to running ranks, except to ranks that have failed less than LEAVES seconds ago and may still be
-    exiting. Args: at_once: send the signal to these ranks, too."""
+    """Sends a signal to running ranks, except to ranks that have failed less than LEAVES seconds ago, because they may
+    still be exiting. Args: at_once: True: also send it to the ranks that may be exiting."""
     for rank in running:
         if rank.bad and not at_once and time.monotonic() < rank.at + LEAVES:
             continue
@@ -283,8 +282,9 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
 
 
 def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
-    """Returns the error message for the rank that ended the run. If all ranks reported the same error, the message
-    names no rank. Otherwise, if the rank sent no report or a traceback, also writes the message to failed.txt."""
+    """Returns the error message for the rank that ended the run. If all ranks reported the same error, returns this
+    error, which then names no rank. Otherwise, if the rank sent no report or its report is a traceback, also writes the
+    message to failed.txt."""
     reported = rank.report.get("said")
     if reported and all(other.report.get("said") == reported for other in ranks):
         return reported

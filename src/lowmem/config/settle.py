@@ -2,8 +2,8 @@
 composed config once, and all other code reads the `Run`.
 
 A `Run` has the keys of conf/config.yaml as typed attributes, and properties for facts that follow from several keys.
-Some facts become known later: the device, the steps of epochs=, a batch size found by search. For each such fact,
-`Run.knowing` makes a new `Run` from the same overrides.
+Some facts become known later: the device, the steps of epochs=, a batch size found by search. When such a fact is
+known, `Run.knowing` makes a new `Run` that contains it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ ORDERS = ("auto", "by_layer", "by_micro_batch")  # values of weights.order
 
 
 class Run(schema.Keys):
-    """All settings of a run, immutable. `knowing` and `replacing` return a new run."""
+    """All settings of a run. A run is immutable: `knowing` and `replacing` return a new run."""
 
     output_dir: str | None = None  # the folder of the results; None until `fit` sets it
     device: str  # `Keys` allows auto, cpu and cuda; tests also use meta
@@ -36,7 +36,7 @@ class Run(schema.Keys):
 
     @classmethod
     def from_draft(cls, draft: DictConfig) -> "Run":
-        """Returns the run of a composed config whose values have been checked."""
+        """Returns the run of a composed config, whose values the caller has checked."""
         kind = PlanRun if "gpu" in draft else Run
         run = kind.model_validate(OmegaConf.to_container(draft, resolve=True))
         run._draft = draft
@@ -44,39 +44,39 @@ class Run(schema.Keys):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Run":
-        """Returns the run of plain values, as `as_dict` returns them."""
+        """Returns the run with the given plain values, such as the result of `as_dict`."""
         return cls.from_draft(OmegaConf.create(values))
 
     def knowing(self, **facts: object) -> "Run":
-        """Returns a run in which the values of `facts` are set and all values that depend on them are computed again. A
-        mapping among `facts` changes only the keys that it contains."""
+        """Returns a run in which the keys of `facts` have new values, and interpolations of these keys are computed
+        again. If a new value is a mapping, it changes only the keys that it contains."""
         return Run.from_draft(OmegaConf.merge(self._draft, facts))
 
     def replacing(self, key: str, value: object) -> "Run":
-        """Returns a run in which a key, such as adapter or model.architecture, has exactly this value. A mapping
-        replaces the old mapping and is not merged with it."""
+        """Returns a run in which a key, such as adapter or model.architecture, has exactly this value: unlike in
+        `knowing`, a mapping replaces the old mapping."""
         draft = self._draft.copy()
         OmegaConf.update(draft, key, value, merge=False)
         return Run.from_draft(draft)
 
     def sized(self) -> "Run":
-        """Returns a run with batch_size=1 instead of batch_size=auto, for work that does not depend on the batch
+        """Returns this run, with batch_size=1 in place of batch_size=auto, for work that does not depend on the batch
         size."""
         return self.knowing(batch_size=1) if self.batch_size == "auto" else self
 
     def resolved(self) -> "Run":
-        """Returns a run whose interpolations are replaced by their values. In the returned run, `knowing` changes only
-        the given keys; values that were interpolated from these keys stay the same."""
+        """Returns a run in which interpolations are replaced by their values. The method `knowing` of the returned run
+        changes only the given keys, and not the values that were interpolated from them."""
         return Run.read(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain values, from which `Run.read` recreates the run."""
+        """Returns the values as plain Python objects. `Run.read` makes a run from them."""
         return OmegaConf.to_container(self._draft, resolve=True)
 
     # --- techniques ---------------------------------------------------------------------------------------------------
 
     def technique(self, group: str) -> Technique:
-        """Returns the declared properties of a group's chosen technique."""
+        """Returns the declared properties of the technique that the run has chosen in a group."""
         return self._techniques[group]
 
     @cached_property
@@ -107,14 +107,14 @@ class Run(schema.Keys):
 
     @property
     def needs_compiler(self) -> bool:
-        """Returns whether the run needs a C++ compiler, to generate code for a CPU. (On a card, Triton generates the
-        code.)"""
+        """Returns whether the run needs a C++ compiler, because it generates code for a CPU. (On a card, Triton
+        compiles generated code.)"""
         return self.runs_on == "cpu" and any(self.technique(group).generates_code for group in ("optim", "compile"))
 
     @property
     def compiles_blocks(self) -> bool:
-        """Returns whether torch.compile compiles each block. The memory meter cannot see allocations in compiled
-        blocks."""
+        """Returns whether torch.compile compiles each block. On a CPU, the memory meter cannot see allocations in
+        compiled blocks."""
         return self.technique("compile").generates_code
 
     @property
@@ -123,20 +123,20 @@ class Run(schema.Keys):
 
     @property
     def loss_class(self) -> type:
-        """Returns the class of the loss, or `Loss` itself if the `_target_` is not a subclass of `Loss`, for example a
+        """Returns the class of the loss, or `Loss` if the `_target_` is not a subclass of `Loss`, such as a
         function."""
         return _class_of(self.loss, "lowmem.techniques.loss.cross_entropy.Loss")
 
     @property
     def adapter_class(self) -> type:
-        """Returns the class of the adapter, or `Adapter` itself if the `_target_` is not a subclass of `Adapter`, for
-        example a function."""
+        """Returns the class of the adapter, or `Adapter` if the `_target_` is not a subclass of `Adapter`, such as a
+        function."""
         return _class_of(self.adapter, "lowmem.techniques.adapter.contract.Adapter")
 
     @property
     def exports_adapter(self) -> bool:
-        """Returns whether an export contains only the adapter, and not the base model. A base model with random initial
-        weights must be exported with its adapter."""
+        """Returns whether an export contains only the adapter. Otherwise it contains the full model. A base model with
+        random initial weights is exported too, because it is not published."""
         return self.adapter_class.freezes_base and self.model.pretrained and not self.merge
 
     # --- several devices ----------------------------------------------------------------------------------------------
@@ -148,13 +148,13 @@ class Run(schema.Keys):
 
     @property
     def offloads(self) -> bool:
-        """Returns whether a device's shard is offloaded to host memory and updated there."""
+        """Returns whether the strategy keeps each device's shard in host memory and updates the shard there."""
         return self.strategy.arguments.get("offload", False)
 
     @property
     def several(self) -> bool:
-        """Returns whether there may be several processes, one per device. The class of the strategy has this attribute,
-        too, but importing the class imports torch."""
+        """Returns whether there may be several processes, one per device. This is read from the declared properties,
+        because importing the class of the strategy imports torch."""
         return not self.technique("strategy").one_process
 
     @property
@@ -164,13 +164,13 @@ class Run(schema.Keys):
 
     @property
     def widens_as_sent(self) -> bool:
-        """Returns whether rank 0 may load and send weights in the narrower dtype of their files, so that each rank
-        converts its shard to the dtype of the run."""
+        """Returns whether rank 0 may load and send weights in the dtype of their files if this dtype has fewer bits
+        than the dtype of the run. Each rank then converts its shard to the dtype of the run."""
         return self.strategy_class.widens
 
     @property
     def saves_parts(self) -> bool:
-        """Returns whether each process has, and saves, only its own part of the model and of the optimizer state."""
+        """Returns whether each process holds and saves only a part of the model and of the optimizer state."""
         return self.strategy_class.divides
 
     @cached_property
@@ -182,8 +182,8 @@ class Run(schema.Keys):
 
     @cached_property
     def windows(self) -> WindowSize | None:
-        """Returns the `WindowSize` of the run, which gives the number of micro-batches of each window. Returns None
-        with batch_size=auto, before the search has found a batch size."""
+        """Returns the number of micro-batches of each window, or None if batch_size=auto and the search has not found a
+        batch size yet."""
         if self.batch_size == "auto":
             return None
         shared = {"devices": self.data_ranks} if self.accumulation.arguments.get("devices") == 1 else {}
@@ -191,7 +191,8 @@ class Run(schema.Keys):
 
     @property
     def accumulates(self) -> bool:
-        """Returns whether a window may have several micro-batches; True before the search of batch_size=auto."""
+        """Returns whether a window may have several micro-batches. True if the batch size is not known yet
+        (batch_size=auto)."""
         return self.windows is None or self.windows.largest > 1
 
     @property
@@ -202,10 +203,9 @@ class Run(schema.Keys):
 
     @property
     def early(self) -> bool:
-        """Returns whether updates are early: the host updates each weight, or its master, during backward, as soon as
-        the weight's last gradient of the window is in host memory. Updates are not early with
-        precision.early_step=false. With norm clipping (clip=) or a loss scale updates are not early either, because
-        both need all gradients first."""
+        """Returns whether the host updates each weight, or its master, already during the backward pass: as soon as
+        host memory has the gradient of the window's last micro-batch. False with precision.early_step=false. Also False
+        with norm clipping (clip=) or a loss scale, because these need all gradients before the first update."""
         early = self.precision.arguments.get("early_step", True)  # the classes of precisions have the same default
         return self.masters and early and self.clip is None and not self.scales_loss
 
@@ -217,7 +217,7 @@ class Run(schema.Keys):
 
     @property
     def plugins(self) -> list[schema.Node]:
-        """Returns the plugins of Lightning's Trainer: the precision, and plugins that the user added."""
+        """Returns the plugins for Lightning's Trainer: the precision, and the plugins of trainer.plugins."""
         return [self.precision, *self.trainer.plugins.values()]
 
     @property
@@ -234,21 +234,20 @@ class Run(schema.Keys):
 
     @property
     def product_bytes(self) -> int:
-        """Returns the bytes per element of matmul inputs, and of the weights and gradients that are copied between host
-        and device."""
+        """Returns the bytes per element of matmul inputs. Weights and gradients that are copied between host and device
+        have the same size."""
         return self._precision_class.dtype.itemsize
 
     @property
     def loaded_in(self) -> str:
-        """Returns the dtype to which a model's files are converted: float32, bfloat16 or float16. Weights with masters
-        are converted to the dtype of the masters. If only an adapter is trained, base weights have no masters and are
-        converted to the dtype in which the device stores them."""
+        """Returns the dtype in which the weights of a model are loaded: float32, bfloat16 or float16. This is
+        `weights_dtype`, with one exception: if the optimizer runs on the host and only an adapter is trained, the base
+        weights have no masters and are loaded in the dtype in which the device stores them."""
         return self.multiplies_in if self.masters and self.adapter_class.freezes_base else self.weights_dtype
 
     @property
     def rounds_weights(self) -> bool:
-        """Returns whether trained weights are stored in 16 bits only, so that each update is rounded and the remainder
-        is lost."""
+        """Returns whether trained weights are stored only in 16 bits, so that each update rounds them."""
         return self.weights_dtype != "float32" and not self.adapter_class.freezes_base
 
     @property
@@ -269,8 +268,8 @@ class Run(schema.Keys):
 
     @property
     def begins(self) -> dict[str, bool | str]:
-        """Returns a mapping from data.bos, or for a mixture from each data.parts.<name>.bos, to its value. The mapping
-        is empty for data without this key."""
+        """Returns the values of data.bos, and for a mixture of each data.parts.<name>.bos: key -> value. Empty for data
+        without this key."""
         data = self.data.arguments
         sources = {"data": data} | {f"data.parts.{name}": source for name, source in data.get("parts", {}).items()}
         return {f"{name}.bos": source["bos"] for name, source in sources.items() if "bos" in source}
@@ -282,7 +281,8 @@ class Run(schema.Keys):
 
     @property
     def reads_weights(self) -> bool:
-        """Returns whether the 16-bit weights of blocks are also on the drive, and are read from it for each pass."""
+        """Returns whether the drive also stores the 16-bit weights of blocks, which each pass then reads from the
+        drive."""
         return self.drive_folder is not None and self.weights.arguments.get("drive_holds") == "all"
 
     @property
@@ -303,7 +303,8 @@ class Run(schema.Keys):
 
     @property
     def by_layer(self) -> bool:
-        """Returns whether all micro-batches of a window pass through a block before the next block is copied."""
+        """Returns whether all micro-batches of a window pass through a streamed block before they pass through the next
+        block."""
         return self.streams and self.order == "by_layer"
 
     @property
@@ -316,19 +317,19 @@ class PlanRun(Run, schema.PlanKeys):
     """All settings of plan.py: a run, and the card and the host for which the run is planned."""
 
 
-# The argument of `fit` and `plan`: a run, or a config that was composed elsewhere, for example in a notebook.
+# What `fit` and `plan` accept: a run, or a composed config, for example from a notebook.
 Config = DictConfig | Run
 
 
 def run_of(lines: Iterable[str], name: str = "config") -> Run:
-    """Returns the run of typed overrides, without checking them. Args: lines: overrides that were checked before; name:
-    the yaml of conf/ that they override."""
+    """Returns the run of typed overrides, without checking their values. Args: lines: the overrides; name: the yaml of
+    conf/ that they override."""
     return Run.from_draft(composed(lines, name))
 
 
 def _class_of(node: schema.Node, base_name: str) -> type:
-    """Returns the class of a node if it derives from the base class, else the base class. The base class is given by
-    name, since importing it imports torch."""
+    """Returns the class of a node if it is a subclass of the base class, else the base class. The base class is given
+    by name, because an import at the top of this file would import torch."""
     kind, base = get_object(node.target), get_object(base_name)
     return kind if isinstance(kind, type) and issubclass(kind, base) else base
 

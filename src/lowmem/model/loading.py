@@ -1,10 +1,10 @@
 """Loads a Hugging Face causal language model: with published weights, or with random weights for an architecture.
 
-Published weights are read from memory-mapped safetensors files. Tensors that already have the dtype that the precision
-needs stay mapped pages of their file, unless transformers joins several tensors into one. Other tensors are converted
-one at a time, so host memory never has two copies of the model. Random weights are drawn in fp32, tensor by tensor, and
-rounded to the dtype that the precision needs. So a seed gives equal initial weights with every precision, up to
-rounding.
+Published weights are memory-mapped from safetensors files. If a tensor of a file has the dtype that the precision
+needs, it is not copied but stays in mapped pages of the file, unless transformers joins it with other tensors. The
+remaining tensors are converted one at a time, so that host memory need not hold two copies of the model. Random weights
+are drawn in fp32 and rounded to the dtype that the precision needs, one tensor at a time. So, up to rounding, a seed
+gives the same initial weights with every precision.
 """
 
 import inspect
@@ -51,17 +51,18 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' name ->
 
 
 class Described(NamedTuple):
-    """A description of a model without its weights, for the data, the planner and `load`."""
+    """The settings, configuration and tokenizer of a model. Weights are not part of this description."""
 
     spec: schema.Model  # the settings `model.*`
-    config: PretrainedConfig  # the configuration, without rows for added tokens
+    config: PretrainedConfig  # the configuration; its vocab_size does not count added tokens
     tokenizer: PreTrainedTokenizerBase | None = None  # None: will be trained on the data, or is not needed
-    # tokens that were added to the tokenizer; None: the run needs no such tokens, or trains a tokenizer that has them
+    # tokens that were added to the tokenizer; None: the run needs no additional tokens, or will train a tokenizer that
+    # has them
     added: vocabulary.Added | None = None
 
     @property
     def grown(self) -> PretrainedConfig:
-        """Returns the configuration with rows for added tokens."""
+        """Returns the configuration with a vocab_size that has room for the added tokens."""
         return self.config if self.added is None else vocabulary.grown(self.config, self.added.rows)
 
     @property
@@ -71,25 +72,27 @@ class Described(NamedTuple):
 
 
 def describe(run: Run, plans: bool = False) -> Described:
-    """Reads the configuration and the tokenizer of a run's model, without loading weights. Args: run: the settings;
-    plans: the weights will not be loaded. Then a hub id's configuration is read only if the yaml lacks model_type, and
-    the tokenizer only if the run needs additional tokens."""
+    """Reads the configuration and the tokenizer of a run's model without loading weights, and adds the tokens that the
+    run needs to the tokenizer. Args: run: the settings; plans: True: the weights will not be loaded. In this case, the
+    configuration of a hub id is read only if `model.architecture` has no model_type, and the tokenizer is read only if
+    the run needs additional tokens."""
     spec, wanted = run.model, vocabulary.wanted(run)
     says_all = "model_type" in (spec.architecture or {})
     elsewhere = plans and says_all and not _is_folder(spec.name)
     config = architecture(spec.model_copy(update={"pretrained": False}) if elsewhere else spec)
     tokens = tokenizer_of(run) if wanted or not plans else None
-    grows = wanted and tokens is not None  # a tokenizer that will be trained on the data will include these tokens
+    grows = wanted and tokens is not None  # a tokenizer that is trained on the data later will include these tokens
     return Described(spec, config, tokens, vocabulary.add(tokens, wanted, vocab_size(config)) if grows else None)
 
 
 def architecture(spec: schema.Model) -> PretrainedConfig:
-    """Returns the model's configuration. With published weights, keys of `model.architecture` override published keys.
+    """Returns the model's configuration. With published weights, keys of `model.architecture` override published keys,
+    except dtype.
 
     Raises:
-        Refused: the model cannot be reached; its weights are missing, damaged, quantized or do not match the
-            configuration; the architecture does not have a key of `model.architecture`, or does not work with its
-            value; or the model is not a causal language model.
+        Refused: the configuration cannot be read; the weights are missing, damaged or quantized, or do not match the
+        configuration; `model.architecture` has a key that the architecture does not have, or a value with which it does
+        not work; or the model is not a causal language model.
     """
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
     # with random weights, the decoder of an encoder-decoder model can be built
@@ -111,12 +114,12 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
 
 
 def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:
-    """Raises Refused if weights are quantized.
+    """Raises Refused if the configuration, or `dtype`, says that the weights are quantized.
 
     Args:
         spec: the settings `model.*`.
         config: the model's configuration.
-        dtype: a quantized dtype in the headers of the files; None if only the configuration is checked.
+        dtype: a quantized dtype that was found in the headers of the files; None: check only the configuration.
     """
     parts = (part.to_dict() for part in (config, config.get_text_config(decoder=True)))
     says = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
@@ -130,8 +133,8 @@ def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str |
 
 
 def _agree_with_files(spec: schema.Model, config: PretrainedConfig) -> Compared | None:
-    """Compares weight files on this machine with the model class. If the files contain a separate output layer, unties
-    embedding and output layer in the configuration, in place.
+    """Compares the weight files on this machine with the model class. If the configuration ties the output layer to the
+    embedding, but the files contain different values for them, sets tie_word_embeddings to False in `config`.
 
     Returns:
         The differences, or None if the files are not on this machine or cannot be compared.
@@ -162,8 +165,8 @@ def _untie(config: PretrainedConfig) -> None:
 
 
 def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
-    """Logs the number of tensors in the files that are not used, and the name of one of them. Also logs if the files
-    have a separate output layer although the configuration ties the output layer to the embedding."""
+    """Logs how many tensors of the files the model class does not use, and the name of the first. Also logs whether the
+    configuration ties the output layer to the embedding although the files contain different values for them."""
     if found and found.unused:
         first, *more = found.unused
         which = f"{1 + len(more)} tensors in its files are" if more else "a tensor in its files is"
@@ -179,12 +182,12 @@ def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
 
 
 def _configuration(spec: schema.Model) -> PretrainedConfig:
-    architecture = deepcopy(spec.architecture)  # because the constructor of a configuration changes its arguments
+    architecture = deepcopy(spec.architecture)  # because the constructor of a configuration may change its arguments
     changes = {key: value for key, value in (architecture or {}).items() if key != "model_type"}
     if spec.pretrained or architecture is None:
         config = _published(spec.name, spec.pretrained, spec.trust_remote_code)
         _refuse_unknown(config, changes)
-        config.update({key: value for key, value in changes.items() if key != "dtype"})  # config.json has the dtype
+        config.update({key: value for key, value in changes.items() if key != "dtype"})  # keep the dtype of config.json
     else:
         if not isinstance(architecture.get("model_type"), str):
             raise Refused(
@@ -197,8 +200,9 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
 
 
 def _refuse_impossible(config: PretrainedConfig, typed: Mapping[str, object]) -> None:
-    """Raises Refused for values that transformers accepts, but with which the first forward pass fails. Args: typed:
-    the keys of `model.architecture`."""
+    """Raises Refused for two kinds of values that transformers accepts in a configuration, but with which the model
+    fails: a number of key-value heads that does not divide the number of heads, and a dropout probability that is not
+    between 0 and 1. Args: typed: keys and values of `model.architecture`."""
     values = config.get_text_config(decoder=True).to_dict()
     heads, groups = values.get("num_attention_heads"), typed.get("num_key_value_heads")
     # not checked for multi-head latent attention (config keys such as kv_lora_rank) and JetMoe (kv_channels), which do
@@ -215,14 +219,14 @@ def _refuse_impossible(config: PretrainedConfig, typed: Mapping[str, object]) ->
 
 
 def vocab_size(config: PretrainedConfig) -> int:
-    """Returns the number of rows of the embedding. Models that also read images have this number in a nested
+    """Returns vocab_size, the number of rows of the embedding. Multimodal models have this key in a nested
     configuration."""
     return config.get_text_config(decoder=True).vocab_size
 
 
 def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer that `tokenizer=` names, otherwise the tokenizer of the published model. Returns None if a
-    tokenizer will be trained on the data."""
+    """Returns the tokenizer that `tokenizer=` names, or without this key the tokenizer of the published model. Returns
+    None if a tokenizer will be trained on the data."""
     spec = run.model
     if run.tokenizer is not None:
         return tokenizer(run.tokenizer, spec.trust_remote_code, key="tokenizer")
@@ -240,8 +244,8 @@ def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
 
 
 def _is_read(config: PretrainedConfig, key: str) -> bool:
-    """Returns True if the code of the architecture reads a key from its config. Some keys are read although the class
-    of the config does not declare them, such as head_dim of qwen3_moe."""
+    """Returns True if the source code of the model class reads a key from the config. Some model classes read keys that
+    the class of the config does not declare, such as head_dim in qwen3_moe."""
     network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if network is None:
         return False
@@ -322,15 +326,16 @@ def _place(name: str, key: str = "model.name") -> str:
 
 
 def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: bool = False) -> torch.dtype:
-    """Returns the dtype in which a run's weights are loaded. With weights.drive=, weights that are published in the
-    16-bit dtype of matmul inputs are loaded in this dtype, since host memory may not have room for fp32 copies. Weights
-    of a model to which tokens are added are always loaded in `run.loaded_in`.
+    """Returns the dtype in which a run's weights are loaded. This is `run.loaded_in`, with one exception: with
+    weights.drive=, weights that are published in the dtype of matmul inputs are loaded in this dtype, since host memory
+    may not have room for fp32 copies. The exception does not apply to a model to which tokens are added.
 
     Args:
         run: the settings.
         described: the model.
-        in_16_bits: the values of the weights do not matter, so 16 bits suffice with weights.drive=.
-        plans: the weights will not be loaded, so no request is sent to the hub.
+        in_16_bits: True: a checkpoint will replace the weights, so with weights.drive= they are loaded in the dtype of
+            matmul inputs, whatever their published dtype.
+        plans: True: the weights will not be loaded, so no request is sent to the hub.
     """
     wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
     if run.drive_folder is None or described.added is not None:
@@ -339,12 +344,13 @@ def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: boo
 
 
 def stored_in(described: Described, plans: bool) -> torch.dtype | None:
-    """Returns the 16-bit dtype of a model's published weights. Returns None if the weights have several dtypes or more
-    than 16 bits, are random, get rows for added tokens, or cannot be inspected. Weights that are loaded in the returned
-    dtype are mapped pages of their files, which the operating system can evict if memory is short.
+    """Returns the 16-bit dtype of a model's published weights. Returns None if the weights have several dtypes, or a
+    dtype other than bf16 and fp16; if they are random, or belong to a model to which tokens are added; or if their
+    files cannot be inspected. Weights that are loaded in the returned dtype stay in mapped pages of their files (joined
+    tensors do not: `joins_tensors`). The operating system can evict these pages if memory is short.
 
-    The dtype is read from the headers of the files, on this machine or on the hub. Until the files have been
-    downloaded, a plan (`plans`) uses the dtype of the configuration instead, which may also be fp32.
+    The dtype is read from the headers of the files, on this machine or on the hub. If the files have not been
+    downloaded and `plans` is True, the dtype of the configuration is returned instead, which may be fp32 or None.
     """
     spec = described.spec
     if not spec.pretrained or described.added is not None:
@@ -354,9 +360,10 @@ def stored_in(described: Described, plans: bool) -> torch.dtype | None:
 
 
 def stored_narrower(run: Run, described: Described, dtype: torch.dtype, plans: bool = False) -> torch.dtype | None:
-    """Returns the dtype of a model's published weights if it has fewer bytes than `dtype`, otherwise None. Rank 0 can
-    leave weights of this dtype in mapped pages of their files until it sends them to the other ranks. With an adapter
-    the result is None, because the adapter's initial values are drawn in the dtype of the base weights."""
+    """Returns the dtype of a model's published weights if it has fewer bytes per element than `dtype`, otherwise None.
+    Rank 0 can leave such weights in mapped pages of their files until it sends them to the other ranks. With an adapter
+    that freezes the base weights the result is None, because the adapter's initial values are drawn in the dtype of the
+    base weights."""
     stored = None if run.adapter_class.freezes_base else stored_in(described, plans)
     return stored if stored is not None and stored.itemsize < dtype.itemsize else None
 
@@ -378,7 +385,7 @@ def _folder_here(name: str) -> Path | None:
 
 def _dtypes_here(name: str) -> set[torch.dtype | None]:
     """Returns the dtypes of the weights in a folder or in the cache of a hub id. The set is empty if no weights are on
-    this machine, and contains None if a weight is not in bf16 or fp16."""
+    this machine. None in the set stands for every dtype other than bf16 and fp16."""
     kinds, folder = set(), _folder_here(name)
     for file in folder.glob("*.safetensors") if folder else ():
         with safe_open(file, "pt") as weights:
@@ -391,7 +398,7 @@ def _dtypes_on_hub(name: str) -> set[torch.dtype | None]:
     only the headers of the files, some kilobytes each."""
     try:
         return {_DTYPES.get(kind) for kind in get_safetensors_metadata(name).parameter_count}
-    except Exception:  # an error, for example of the network, is reported when the weights are loaded
+    except Exception:  # loading the weights will raise the error again, and report it
         return set()
 
 
@@ -399,7 +406,7 @@ def load(
     described: Described, weights_dtype: torch.dtype, quantization: QuantizationConfigMixin | None = None
 ) -> PreTrainedModel:
     """Returns the model in training mode, with every parameter in `weights_dtype`. The parameters are in host memory,
-    or within `OneDevice.building` on the meta device if this rank does not load weights.
+    or on the meta device in a rank that does not load weights (`OneDevice.building`).
 
     Args:
         described: the model.
@@ -438,24 +445,24 @@ def load(
             f"model.name={spec.name}: transformers keeps {len(others)} weights in fp32, such as {next(iter(others))}. "
             f"Here they are {dtype} like all weights."
         )
-    # transformers returns models in eval mode, where dropout and gradient checkpointing are silently off.
+    # from_pretrained returns models in eval mode, where dropout and gradient checkpointing are silently off.
     return model.train()
 
 
 def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """Builds a model with an attention implementation. If the model does not support `sdpa`, builds it with `eager`,
-    which every model supports.
+    """Builds a model with an attention implementation. If `sdpa` was requested and the model does not support it,
+    builds the model with `eager` instead.
 
     Raises:
-        Refused: the model supports `eager`, but not the requested implementation, and `sdpa` was not requested; or the
-            model cannot be built with `eager` either.
+        Refused: an implementation other than `sdpa` was requested, and the model or this machine does not support it;
+        or the model cannot be built with `eager` either.
     """
     drawn = torch.get_rng_state()
     try:
         return build_with(attention)
     except (ImportError, ValueError) as error:
         reason = first_line(error)
-    torch.set_rng_state(drawn)  # so that the second attempt draws equal random numbers
+    torch.set_rng_state(drawn)  # so that the second attempt draws the random numbers that the first has drawn
     try:
         model = build_with("eager")
     except (ImportError, ValueError) as error:
@@ -471,8 +478,9 @@ def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]
 
 @contextmanager
 def drawn_in_fp32() -> Iterator[None]:
-    """Context manager in which random values of 16-bit parameters are drawn in fp32 and rounded, one tensor at a time.
-    Most distributions would give different values if they were drawn in 16 bits."""
+    """Context manager in which the initial values of 16-bit parameters are drawn in fp32 and rounded, one tensor at a
+    time. If they were drawn in 16 bits, most distributions would give values that differ from the fp32 values of the
+    same seed."""
 
     def widened(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def drawn(tensor: Tensor, *args, **kwargs) -> Tensor:

@@ -1,5 +1,5 @@
-"""Runs a command from its settings to its results: check -> plan -> train -> report -> export. The command line and
-notebooks call `fit`, for example:
+"""Runs a command from its settings to its results: check -> plan -> train -> report -> export. The command line calls
+`fit`. So can a notebook:
 
 from pathlib import Path
 from hydra import compose, initialize
@@ -52,7 +52,7 @@ def fit(
     """Does the work that the settings ask for, and writes the results into a folder.
 
     Args:
-        cfg: the settings, composed by Hydra.
+        cfg: the settings: a config that Hydra has composed, or a `Run`.
         output_dir: the folder for all results.
         choices: config group -> chosen yaml, for messages and results.
         overrides: the overrides that the user typed, for the summary.
@@ -97,11 +97,11 @@ def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
 
 
 def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
-    """Replaces epochs= by max_steps=, the number of optimizer steps in these epochs.
+    """Replaces epochs= by max_steps=, with the number of optimizer steps in these epochs.
 
     Returns:
-        The command, and the tokenized data, which are opened to count the steps. Without epochs=, and with evaluate= or
-        export=: the unchanged command, and None.
+        The changed command, and the tokenized data, which were opened to count the steps. Without epochs=, and with
+        evaluate= or export=, the unchanged command and None.
     """
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
@@ -172,7 +172,8 @@ def _show(command: Command, texts: build.Texts | None) -> dict:
 
 
 def _unplanned(command: Command) -> Command:
-    """Returns the command with resolved settings, for work without training, which needs no plan."""
+    """Checks the architecture, and returns the command with resolved settings. For work without training, which needs
+    no plan."""
     run = command.run.sized()
     loading.check_architecture(run)
     return replace(command, run=run.resolved())
@@ -186,8 +187,8 @@ def _training(
     texts: build.Texts | None = None,
     prediction: Prediction | None = None,
 ) -> Iterator[Training]:
-    """Context manager that trains or evaluates, or only loads a model to export, and keeps the model and the data until
-    the results are written.
+    """Context manager that trains or evaluates, or only loads a model to export it. The model and the data stay open
+    until the `with` block ends.
 
     Raises:
         OutOfMemory: the run is out of memory, here or inside the `with` block. The message says what to try.

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 def generate(run: Run) -> str:
     """Returns the continuation of `prompt`, or for `sample_prompts` one line of JSON per prompt, with the keys prompt
-    and text. If the tokenizer has a chat template, each prompt is the message of a user.
+    and text. If the tokenizer has a chat template, a text prompt becomes the message of a user.
 
     Raises:
         Refused: the folder has no model, or its model cannot be read; the adapter does not name its base model; or a
@@ -56,7 +56,7 @@ def _continued(
     run: Run, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, each: Sequence[Tensor]
 ) -> list[str]:
     """Returns the continuation of each prompt. Sampling starts from the same seed for every prompt, so a continuation
-    does not depend on the other prompts. With streamed weights, each copy of a block to the device is used for
+    does not depend on the other prompts. With streamed weights, each copy of a block to the device serves up to
     `batch_size` prompts, unless weights.order=by_micro_batch is typed. Args: each: token ids of the prompts, (1, T)
     each."""
     device = torch.device(run.runs_on)
@@ -92,9 +92,9 @@ def _folder(place: Path) -> Path:
 
 
 def _loaded(run: Run) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns the model and its tokenizer. The model has the dtype that the adapter's folder names for its base model,
-    or else the dtype of its configuration, or else fp32. An adapter is loaded together with its base model, which is
-    quantized to 4 bits if the adapter was trained on 4-bit weights."""
+    """Returns the model and its tokenizer. An adapter is loaded together with its base model, which is quantized to 4
+    bits if the adapter was trained on 4-bit weights. The dtype of the model is the base dtype that the adapter's folder
+    names, or else the dtype of the model's configuration, or else fp32."""
     adapter = run.adapter.arguments.get("path")
     described = loading.Described(run.model, loading.architecture(run.model))
     dtype = base_dtype(adapter) or described.config.dtype or torch.float32

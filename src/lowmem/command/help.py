@@ -1,4 +1,4 @@
-"""Builds the text of `--help`: each group and key with its comment in conf/ and its value in this command line.
+"""Builds the text of `--help`: each group and key with its comment in conf/ and its current value.
 
 The text consists of comments of the yaml files, so that a key is documented in one place. `hydra.help.template` in
 conf/config.yaml refers to the text, and Hydra prints it. This module imports nothing heavy, so that `--help` answers in
@@ -43,8 +43,7 @@ def text(cfg: DictConfig, conf: Path) -> str:
 
 
 def comments(file: Path) -> dict[str, str | None]:
-    """Returns a mapping from the dotted path of every key to the comment on its line (None: no comment), in the order
-    of the file."""
+    """Returns dotted key -> comment on the key's line (None: no comment), in the order of the file."""
     by_key: dict[str, str | None] = {}
     above: list[tuple[int, str]] = []  # (indent, key) of the sections that enclose a line
     for match in filter(None, map(LINE.fullmatch, file.read_text(encoding="utf-8").splitlines())):

@@ -1,10 +1,10 @@
 """Runs the jobs of a sweep (-m), each as a command in its own process, and prints the table of results.
 
-Hydra's basic launcher runs all jobs in one process, so that memory leaked by one job would be missing for the next job,
-and a crash would end the whole sweep. So `job`, which `cli.run` calls for each job of Hydra, starts `python train.py
-<overrides of the job>` and waits for this process. This works with every launcher and sweeper of Hydra. Existing
-launchers do not solve the problem: joblib reuses its workers, and submitit starts all local jobs at once and hides the
-results of other jobs after the first failure.
+Hydra's basic launcher runs all jobs in one process, so memory that one job leaks would be missing for the next job, and
+a crash would end the whole sweep. So `job`, which `cli.run` calls for each job of Hydra, starts `python train.py
+<overrides of the job>` and waits for this process. This works with any launcher and sweeper that calls `cli.run` once
+per job. Other launchers alone do not solve the problem: joblib reuses its workers, and submitit starts all local jobs
+at once and hides the results of other jobs after the first failure.
 """
 
 import os
@@ -46,14 +46,14 @@ def running(main: Callable) -> Iterator[None]:
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
     """Runs a job in its own process, prints a line about its result, and returns its folder with the result. A job that
-    an earlier sweep has completed in this folder is not run again.
+    is already complete in this folder, with the same overrides, is not run again.
 
     Args:
         typed: the overrides of the job, as Hydra gives them.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, once the job has ended (usually with a checkpoint).
-        Ended: after another signal to the sweep, once the job has ended (usually with a checkpoint).
+        Ended: after any other signal to the sweep, once the job has ended (usually with a checkpoint).
     """
     plain = list(map(unquoted, typed))
     earlier = folders.load(folder)
@@ -115,8 +115,9 @@ def _write(file: Path, text: str, mode: str = "w") -> None:
 
 
 def reason(code: int, stderr: str) -> str:
-    """Returns why a job or a rank failed: the signal that ended it, that it exited with code 0 but wrote no summary, or
-    the last line of its stderr. Args: code: exit code; negative, or above 128, for a signal."""
+    """Returns a message that says why a job or a rank failed. The message names the signal that ended the process, or
+    the missing summary after exit code 0. For other exit codes it is the last line of `stderr`, or names the exit code
+    if `stderr` is empty. Args: code: exit code; negative, or above 128, for a signal."""
     if code > 128:
         return f"ended by {signal.Signals(code - 128).name}"
     if code == 0:

@@ -1,11 +1,11 @@
 """Defines how many micro-batches each optimizer step accumulates (`accumulation=`).
 
-A window is the micro-batches of one optimizer step. The loader yields complete windows, each with its number of labels
-(for preference losses, of pairs or answers). Before the backward pass, the summed loss of each micro-batch is divided
-by this number of the *window*. So the update equals the update from one large batch, even if sequences differ in length
-or an epoch ends in a short window. Accumulation saves activation memory: unless blocks or stages process several
-micro-batches in turn (`Run.overlaps`), only the activations of one micro-batch exist at a time. The costs are smaller
-matmuls, and gradients that are kept between micro-batches.
+A window consists of the micro-batches of one optimizer step. The loader yields complete windows, and counts the labels
+of each window (with preference losses, the pairs or answers). Before the backward pass, the summed loss of each
+micro-batch is divided by this count of the *window*. So, up to rounding, the update equals the update from one large
+batch, even if sequences differ in length or an epoch ends in a short window. Accumulation saves activation memory:
+unless micro-batches overlap (`Run.overlaps`), only the activations of one micro-batch exist at a time. The costs are
+smaller matmuls, and gradients that stay in memory between micro-batches.
 
 Lightning's own accumulation weights a short last window too little (Lightning #19987), gives every micro-batch the same
 weight whatever its number of tokens (#20350), and schedules by epoch only (#21583).
@@ -50,7 +50,7 @@ def fixed(batches: int) -> WindowSize:
 
 
 def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
-    """Returns a `WindowSize` with which each optimizer step has `size` sequences, over all devices."""
+    """Returns a `WindowSize` with which each optimizer step uses `size` sequences, counted over all devices."""
     sequences = batch_size * devices
     if not _counts(size) or size % sequences:
         near = max(1, round(size / sequences)) * sequences

@@ -5,8 +5,8 @@ another part. The remaining memory is computed in one of three ways:
 
 - conf/gpu.yaml lists cards by name, with the memory that torch reports and the size of the context.
 - For a bare size such as 12GiB, the share SPARE is kept free, and the size of the context is assumed.
-- For a card in this machine, CUDA reports the free memory. The free memory already excludes the context, so only
-  kernels that are loaded later (LATER) are counted.
+- For a card in this machine, CUDA reports the free memory. The free memory already excludes the context, so only the
+  memory of kernels that are loaded later (LATER) is subtracted.
 
 This module imports nothing heavy at its top.
 """
@@ -24,8 +24,8 @@ from lowmem.memory import cap
 from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, MIB
 
-SPARE = 0.02  # share of a bare size that is kept free
-# bytes of context and LATER, assumed for a card without a name; large cards need more (H200: 775 MiB)
+SPARE = 0.02  # share of a bare size, such as 12GiB, that is kept free
+# assumed bytes of the context, plus LATER, on a card without a name; large cards need more (H200: 775 MiB)
 CONTEXT = GIB // 2
 COMMUNICATOR = 512 * MIB  # buffers of NCCL per process group: 0.5 to 1 GiB were reported (nccl#864, nccl#1685)
 # bytes for kernels that are loaded at their first call: 20 to 70 MiB were published; 158 MiB were measured on an H200
@@ -60,11 +60,11 @@ class Card:
 
     Args:
         size: bytes that a run may use, including `context_bytes`.
-        says: describes `size` in messages.
+        says: description of the card and its size, for messages.
         context_bytes: bytes of `size` that torch's allocator cannot reserve, because CUDA uses them for its context and
             kernels.
-        rates: arguments of `lowmem.plan.cost.machine.Machine`, with `tensorfloat32` among the flops; None: the rates
-            measured on the card of this machine, or the rates of REFERENCE.
+        rates: keyword arguments for `lowmem.plan.cost.machine.Machine`, including the flops of `tensorfloat32`; None:
+            use the rates measured on the card of this machine, or without a card the rates of REFERENCE.
         capability: CUDA compute capability, such as 8.6; None: unknown.
         name: name of the card in conf/gpu.yaml; None for other cards.
     """
@@ -78,8 +78,8 @@ class Card:
 
     def multiplies(self, dtype: str) -> bool:
         """Returns whether the card has hardware for matmuls in this dtype; True if its compute capability is unknown.
-        Without this hardware, bf16 is emulated: torch reports that such a card supports bf16, but a matmul takes twice
-        as long as in fp32.
+        Without this hardware, bf16 is emulated: torch reports that the card supports bf16, but a bf16 matmul takes
+        twice as long as an fp32 matmul.
 
         Raises:
             Refused: MULTIPLIES does not list the dtype.

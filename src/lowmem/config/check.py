@@ -1,5 +1,6 @@
-"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Wrong types and ranges
-and unknown keys are reported together, one line each, and so are refused combinations.
+"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Errors of one kind are
+reported together, one per line: first keys without a value, then wrong types, wrong ranges and unknown keys, and later
+refused combinations.
 
     settled         first, in train.py and plan.py: checks values; torch is not imported yet
     check_places    next, in train.py only: checks files and folders; torch is not imported yet
@@ -61,7 +62,7 @@ def settled(cfg: Config) -> Run:
 
 def _errors(cfg: DictConfig) -> list[str]:
     missing = {key for key in cfg if OmegaConf.is_missing(cfg, key)}
-    for key in cfg:  # reports an interpolation of a missing key under the key that contains it
+    for key in cfg:  # raises for an interpolation of a missing key; the error names the key with the interpolation
         key in missing or cfg[key]
     if missing := missing or OmegaConf.missing_keys(cfg):
         return [f"{key} has no value: type {key}=<value>." for key in sorted(missing)]
@@ -129,7 +130,7 @@ def check_values(run: Run) -> None:
 
 
 def _check_data(run: Run) -> None:
-    """Refuses data settings before the source is opened, if the keys show that the source would refuse them."""
+    """Raises Refused for data settings that cannot work, as far as this is known before the source is opened."""
     data = run.data.arguments
     if (sources := data.get("parts")) is not None:
         values.checked_shares(sources, data.get("shares"))
@@ -151,8 +152,8 @@ def check_places(run: Run) -> None:
     checks again.
 
     Raises:
-        Refused: a named run, file, folder or encoding does not exist, weights.drive is in host memory or not writable,
-            or keys of data= or weights= contradict each other.
+        Refused: a named run, file or folder does not exist; an encoding is not UTF-8; weights.drive is in host memory
+        or not writable; or keys of data= or weights= contradict each other.
     """
     for key in OF_A_RUN:
         if (
@@ -235,7 +236,7 @@ def check_hub_id(key: str, name: str) -> None:
 
 
 def _val_places(data: Mapping) -> list[str]:
-    """Returns the validation paths: no path, one path, or one path for each named set."""
+    """Returns the validation paths: no path, one path, or one path per name."""
     val_path = data.get("val_path")
     return [] if val_path is None else [val_path] if isinstance(val_path, str) else list(val_path.values())
 
@@ -286,8 +287,9 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def moved(target: str) -> str:
-    """Returns advice for a `_target_` in a user's own yaml, if lowmem has moved the class or function: the `_target_`
-    in conf/ with the same last name. Returns an empty string if conf/ has no such `_target_`."""
+    """Returns advice for a `_target_` of a user's own yaml that cannot be imported. If lowmem has moved the class or
+    function, conf/ has a `_target_` with the same last name, and the advice is to type that `_target_`. Otherwise the
+    advice is an empty string."""
     *path, name = target.split(".")
     shipped = {known for file in CONF.rglob("*.yaml") for known in TARGET.findall(file.read_text(encoding="utf-8"))}
     same = [known for known in sorted(shipped) if path[:1] == ["lowmem"] and known.endswith(f".{name}")]
@@ -297,8 +299,8 @@ def moved(target: str) -> str:
 
 
 def _savers(run: Run) -> Iterator[str]:
-    """Yields a message for each callback that would save its own checkpoints. Such checkpoints are saved between the
-    micro-batches of a window, and are not verified."""
+    """Yields a message for each callback that would save its own checkpoints. Such checkpoints would be saved between
+    the micro-batches of a window, and would not be verified."""
     from lightning.pytorch.callbacks import Checkpoint
 
     for path, node in targets({name: node.plain() for name, node in run.callbacks.items()}, ("callbacks",)):

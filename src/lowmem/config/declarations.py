@@ -5,8 +5,8 @@ Each technique has a file conf/<group>/<name>.yaml, which lists its properties u
 adapters and strategies are lowmem's own classes. Properties that follow from the code of such a class are class
 attributes, and are read through `Run`, as in `run.loss_class.head_in_tiles`.
 
-These kinds of techniques, data and layers have a base class. The docstrings of a base class say who calls which method,
-with which shapes and dtypes. Optional methods have a default in the base class, so that no caller needs `hasattr`:
+The docstrings of a base class say who calls which method, with which shapes and dtypes. A base class has defaults for
+optional methods, so that callers need no `hasattr`. The base classes of techniques, data and layers:
 
     an optimizer       torch's `Optimizer`; `OnePass` or `InPieces` of `step/one_weight.py` if the optimizer updates
                        16-bit weights itself
@@ -35,10 +35,10 @@ from pydantic import BaseModel
 from lowmem.config.typed_lines import CONF
 from lowmem.system.errors import Refused
 
-# Groups in which the planner tries other choices. The planner keeps every choice that the user typed, except in groups
-# of CHANGEABLE that are listed in may_change=.
+# Groups in which the planner tries several choices. The planner keeps every choice that the user typed, except in
+# groups of CHANGEABLE that are listed in may_change=.
 CHANGEABLE = ("precision", "optim")  # groups whose choices change the result of training
-COMPUTED = ("gradient_checkpointing", "loss")  # groups whose choices compute the same result in different ways
+COMPUTED = ("gradient_checkpointing", "loss")  # groups whose choices compute equal results up to rounding
 PLACED = "weights"  # the group that decides where weights are stored while they are not used
 SHARED = "strategy"  # the group that decides how several devices share one run
 
@@ -49,10 +49,10 @@ class Technique:
     group.
 
     Any group:
-        saves: category of bytes -> the largest share of the default run's bytes that remains; empty if the technique
-            saves nothing.
-        tried: the planner may choose the technique although it was not typed, because it works with the typed lr and
-            keeps the quality of updates.
+        saves: category of bytes -> upper bound on the share of the default run's bytes that the technique leaves; empty
+            if the technique saves nothing.
+        tried: the planner may choose the technique without being asked, because the technique works with the typed lr
+            and keeps the quality of updates.
         advised: the technique of its group that error messages recommend when memory runs out.
         generates_code: the technique generates code at run time, with a C++ compiler on a CPU and with Triton on a
             card. Allocations in generated code cannot be traced.
@@ -60,18 +60,20 @@ class Technique:
         update_of: name of the optimizer with the same update and a different format of its state; None: no other
             optimizer.
         state_bits: bits per element of the optimizer state.
-        on_host: name of the optimizer with the same kind of state that updates masters in host memory.
+        on_host: name of the optimizer that the planner chooses in place of this one to update masters in host memory;
+            it has the same kind of state. None: this optimizer.
         pages: a paged optimizer, whose state moves to host memory automatically when the card is full.
         steps_by: None: the step uses custom kernels, which cannot be traced. Otherwise the step consists of torch
-            operators, which also run on tensors without memory. "element": the update of each element is independent.
-            "matrix": the update depends on the full matrix, so a shard of the matrix would get a different update.
+            operators, which also run on tensors without memory. "element": each element is updated independently of
+            other elements. "matrix": the update of an element depends on its full matrix, so a shard of the matrix
+            would get a different update.
         cpu_factor: time of the update on a CPU, divided by the time in which memory bandwidth alone would allow it.
     gradient_checkpointing:
         joins_blocks: several blocks are recomputed together.
         inputs_on_host: the inputs of blocks are offloaded to host memory.
         sees_operators: for each operator of a block, the technique decides whether to store the result.
     loss:
-        of_rated: answers are rated one by one, so rows are single answers and not pairs.
+        of_rated: the loss uses ratings of single answers, so a row has one answer and not a pair.
     strategy:
         one_process: the strategy runs in a single process, without ranks.
     """
@@ -107,7 +109,7 @@ def _declares(file: Path) -> bool:
 
 def technique_of(node: BaseModel | None, group: str) -> Technique:
     """Returns the declared properties of the technique that a run has chosen in a group. Args: node: the group's node;
-    None if the run does not have the group.
+    None: the run has no node for this group, and all properties have their defaults.
 
     Raises:
         Refused: a declared key that does not exist.

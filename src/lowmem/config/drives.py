@@ -1,8 +1,9 @@
 """Describes the drive of a run or a plan by a folder on the drive and the number of free bytes. The drive stores
 masters and optimizer state if host memory is too small.
 
-plan.py's `drive=` is either a folder of this machine, whose free space counts, or the size of a planned drive. Drives
-are sold by decimal sizes, so a size may also end in GB (10**9 bytes) or TB. This module does not import torch.
+plan.py's `drive=` is either a folder on this machine, in which case the free space of its drive is used, or the size of
+a planned drive. Drives are sold by decimal sizes, so a size may also end in GB (10**9 bytes) or TB. This module does
+not import torch.
 """
 
 import re

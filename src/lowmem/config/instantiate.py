@@ -19,7 +19,7 @@ def instantiate(node: BaseModel | Mapping, **more: object) -> object:
     node = node.model_dump(by_alias=True) if isinstance(node, BaseModel) else dict(node)
     node.pop("declares", None)
     try:
-        # with plain lists, because arguments may be stored in checkpoints
+        # _convert_="all" gives plain lists and dictionaries, because arguments may be stored in checkpoints
         return hydra.utils.instantiate(node | more, _convert_="all")
     except InstantiationException as error:
         if isinstance(error.__cause__, Refused):

@@ -1,9 +1,9 @@
 """Lists the combinations of settings that cannot work, each with its error message. `check.py` refuses these
 combinations at the start of a run.
 
-The list is complete for techniques: every other combination is tested, or is refused by a technique because of the
-model. (`check_values` refuses wrong combinations of other keys.) For each refusal, a test of
-`tests/config/test_refusals.py` runs the combination without the refusal and shows the failure.
+The list is complete for pairs of techniques: every other pair is tested, or is refused by a technique because of the
+model. `check_values` refuses wrong combinations of other keys. For each refusal, a test in
+`tests/config/test_refusals.py` shows what would go wrong without the refusal.
 """
 
 import shutil

@@ -1,5 +1,5 @@
-"""Explains overrides that Hydra cannot use: one sentence, which suggests the most similar valid override, replaces
-Hydra's page of text.
+"""Explains overrides that Hydra cannot use. One line of text, which may suggest the most similar valid override,
+replaces Hydra's own message, which fills a page.
 
 This module does not import torch.
 """
@@ -209,8 +209,9 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known dotted key that was probably meant, which has the same or a similar last component as `word`;
-    None if no known key is similar. Hydra's own keys are suggested only if `word` begins with hydra."""
+    """Returns the dotted key of `known` that was probably meant. The last component of this key is similar to the last
+    component of `word`, or equal. Returns None if no known key is similar. Hydra's own keys are suggested only if
+    `word` begins with "hydra."."""
     ours = (name for name in known if word.startswith("hydra.") or not name.startswith("hydra."))
     names = sorted(ours, key=lambda name: (name.count("."), name))
     parent, _, last = word.rpartition(".")
@@ -234,7 +235,7 @@ def keys_of(values: Mapping, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(lines: Sequence[str], name: str) -> Iterator[str]:
-    """Yields a sentence for every unknown key, and for every + before a key that exists."""
+    """Yields a message for each unknown key, and for each + before a key that exists."""
     typed = [line for line in map(unquoted, lines) if is_group(key(line)) or "/" not in key(line)]
     jobs = _known({key(line): _chosen(line) for line in typed if is_group(key(line)) and line[0] not in "+~"}, name)
     known = set.intersection(*jobs)  # each job of a sweep gets all lines
@@ -273,8 +274,9 @@ def _is_section(name: str, known: Iterable[str]) -> bool:
 
 
 def _known(chosen: Mapping[str, Sequence[str]], name: str) -> list[set[str]]:
-    """Returns sets of the keys that exist with these choices of groups: a set for the first choice of every group, one
-    for the second choice, and so on. Without a sweep there is a single set."""
+    """Returns sets of the keys that exist with these choices of groups: one set for the first choice of every group,
+    one for the second choice of every group (the last choice if a group has fewer), and so on. Without a sweep there is
+    a single set."""
     known = []
     for i in range(max(map(len, chosen.values()), default=0) or 1):
         lines = [f"{group}={choices[min(i, len(choices) - 1)]}" for group, choices in chosen.items() if choices]
@@ -290,7 +292,7 @@ def _chosen(line: str) -> list[str]:
 
 
 def _owners(name: str) -> list[str]:
-    """Returns the choices whose yaml contains this key."""
+    """Returns the choices, as group=choice, whose yaml contains this key."""
     group, _, last = name.partition(".")
     files = sorted((CONF / group).glob("*.yaml")) if last and is_group(group) else []
     return [
@@ -321,8 +323,8 @@ def _of_place(group: str, place: str) -> str:
 
 
 def _no_such_argument(line: str, known: Iterable[str]) -> str:
-    """Returns the message for an unlisted argument of an architecture. (The architecture may still have the argument,
-    since a yaml need not list all arguments.)"""
+    """Returns the message for an argument that the yaml of an architecture does not list. The architecture may still
+    have this argument, since a yaml need not list all arguments."""
     existing = [name for name in known if name.startswith(ARCHITECTURE)]
     if existing and get_close_matches(_last(key(line)), map(_last, existing), 1, NEAR):
         return no_such_key(line, existing)

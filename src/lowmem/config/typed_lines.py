@@ -25,7 +25,7 @@ FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # created if they a
 # names of files, folders or hub repositories
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")
 PLACES += ("tokenizer", "generate", "data.template", "adapter.path", "weights.drive", "drive")
-UNSPLIT = (*FOLDERS, "may_change", "prompt")  # commas do not separate values, not even in a sweep
+UNSPLIT = (*FOLDERS, "may_change", "prompt")  # even in a sweep, commas do not separate values
 FIELDS = ("data.field", "data.prompt", "data.completion", "data.messages")  # a file may call its fields anything
 TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "logger.wandb.name", "logger.wandb.group")
 NAMED = ("data.val_path",)  # keys whose value is a single path, or a mapping of names to paths
@@ -56,7 +56,7 @@ def as_mapping(lines: Iterable[str]) -> dict[str, str]:
 
 
 def keys_replaced(lines: Iterable[str]) -> set[str]:
-    """Returns the keys that these overrides replace: their own, and the alternatives of EITHER."""
+    """Returns the keys that these overrides replace: their own keys, and the alternatives of their keys in EITHER."""
     keys = set(map(key, lines))
     return keys.union(*(pair for pair in EITHER if keys.intersection(pair)))
 
@@ -76,8 +76,8 @@ def keys_of_other_choices(typed: Iterable[str], earlier: Iterable[str]) -> set[s
 
 
 def in_place_of(lines: Sequence[str]) -> list[str]:
-    """Returns overrides that set the first key of a pair of EITHER to null if the second key was typed with an
-    experiment: the experiment may set the first key, which would win."""
+    """Returns an override `<first key>=null` for each pair of EITHER of which only the second key was typed, together
+    with an experiment. The experiment may set the first key, which would otherwise win."""
     keys = set(map(key, lines))
     return [f"{name}=null" for name, other in EITHER if "experiment" in keys and other in keys and name not in keys]
 
@@ -112,7 +112,7 @@ def is_group(name: str) -> bool:
 
 
 def quoted(line: str, sweep: bool = False) -> str:
-    """Returns an override quoted for Hydra, so that a group's choice 16 is not read as an integer, or a path as an
+    """Returns an override, quoted so that Hydra does not read a group's choice 16 as an integer, or a path as an
     expression.
 
     Args:
@@ -231,9 +231,10 @@ def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = Fal
 
 
 def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
-    """Removes, in place, the keys that an experiment sets for its own choice of a group, such as `accumulation.size`
-    for effective_batch, if a different choice was typed or set by a later experiment of experiment=[a,b]. Without this
-    function, Hydra would apply these keys to the choice that wins."""
+    """Removes keys, in place, that an experiment sets for a choice that does not win. An experiment may choose a
+    technique of a group and set its keys, such as effective_batch and `accumulation.size`. If a different choice was
+    typed, or was set by a later experiment of experiment=[a,b], Hydra would apply these keys to the different
+    choice."""
     typed = as_mapping(map(unquoted, lines))
     names = map(str.strip, typed.get("experiment", "").strip("[]").split(","))
     files = {name: file for name in names if (file := CONF / "experiment" / f"{name}.yaml").is_file()}

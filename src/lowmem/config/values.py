@@ -29,7 +29,7 @@ def checked_on_error(on_error: str) -> str:
 
 
 def checked_fields(field: str | None, prompt: str | None, completion: str | None, messages: str | None) -> None:
-    """Raises Refused for keys of several kinds of record, and for a prompt or completion key without the other key."""
+    """Raises Refused if keys of several kinds of record are set, or only one of the keys `prompt` and `completion`."""
     kinds = [name for name, key in (("field", field), ("prompt", prompt or completion), ("messages", messages)) if key]
     if len(kinds) > 1:
         raise Refused(
@@ -42,7 +42,7 @@ def checked_fields(field: str | None, prompt: str | None, completion: str | None
 
 
 def checked_shares(sources: Collection[str], shares: Mapping[str, float] | None) -> None:
-    """Raises Refused for a mixture without sources, and for shares that do not name exactly these sources."""
+    """Raises Refused for a mixture without sources, and for shares whose names differ from the names of the sources."""
     if not sources:
         raise Refused(
             "data=mix: no sources are set. Type +data@data.parts.<name>=text data.parts.<name>.path=<...> for each "

@@ -3,15 +3,16 @@
 
 A transformers model that gets labels computes the auxiliary loss in its forward pass, multiplies it by a factor of its
 config and adds the product to the language modeling loss. The names of the attributes and factors differ between
-models. So hooks pass labels, and replace the model's loss function by a function that returns zero. The loss that the
-model returns is then only the auxiliary loss.
+models. So hooks pass labels, and replace the model's loss function by a function that returns zero. The model then
+returns only the auxiliary loss, times its factor.
 
-The loss is proportional to a sum over experts: the share of tokens that are routed to the expert, times the expert's
-mean router probability. Both factors are means over the real tokens of a micro-batch, including prompts but not
-padding. To exclude padding, the model gets an attention mask that marks the real tokens. A second hook removes the mask
-before the call of the model's body, whose attention would use it. The loss of a window is the mean over its
-micro-batches, weighted by `MicroBatch.weight`, such as the number of tokens with a label. This mean is not equal to the
-loss of the concatenated micro-batches. Source: Fedus et al. 2021, arXiv 2101.03961.
+The auxiliary loss is proportional to a sum over experts. The term of an expert is the share of tokens that are routed
+to the expert, times the mean probability that the router gives to the expert. Both factors are means over the real
+tokens of a micro-batch, including prompts but not padding. To exclude padding, the model gets an attention mask that
+marks the real tokens. A second hook removes the mask before it reaches the model's body, whose attention would use it.
+The auxiliary loss of a window is the mean over the window's micro-batches, weighted by `MicroBatch.weight`, such as the
+number of tokens with a label. This mean differs from the auxiliary loss of one large micro-batch with the same tokens.
+Source: Fedus et al. 2021, arXiv 2101.03961.
 """
 
 import torch
@@ -28,7 +29,7 @@ class AuxiliaryLoss:
         self._last: Tensor | None = None  # the loss of the last forward pass
         self._passes = 0  # number of forward passes in progress; may exceed 1 with weights.order=by_layer
         self._real: Tensor | None = None  # (B, T) bool, mask for the next forward pass
-        self._mask: Tensor | None = None  # mask of the most recently started forward pass, until the body gets it
+        self._mask: Tensor | None = None  # mask of the latest forward pass, until `_before_body` removes it
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.base_model.register_forward_pre_hook(self._before_body, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)

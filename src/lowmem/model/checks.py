@@ -1,4 +1,4 @@
-"""Checks a loaded model: forward passes over three tokens, on the device of the weights."""
+"""Checks a loaded model with forward passes over three tokens, on the device of the weights."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ from transformers import PreTrainedModel
 from lowmem.system.errors import Refused, last_line
 from lowmem.system.random_state import forked
 
-# errors that modules of transformers raise for values that they cannot use; constructors also raise ValueError for an
-# attention implementation that they do not support
+# Errors that models of transformers raise if they cannot work with the values of their config. ValueError is not
+# listed, because constructors also raise it for an attention implementation that they do not support.
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Checks that no position sees later tokens. The check is skipped if at least one module declares `is_causal`, and
-    all such modules declare True. Otherwise two forward passes over three tokens compare the logits of position 0, with
-    a relative tolerance of 1e-4.
+    """Checks that no position sees later tokens. If at least one module has a bool attribute `is_causal`, and this
+    attribute is True in all such modules, the model is not tested. Otherwise, the test computes two forward passes that
+    differ only after position 0, and compares the logits of position 0, with a relative tolerance of 1e-4.
 
     Raises:
         Refused: the model is not causal. Its loss would fall to 0, because each position sees the token that it should
@@ -36,9 +36,9 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def check_computes(model: PreTrainedModel) -> None:
-    """Computes a forward pass over three tokens. transformers also builds models that cannot compute one, for example
-    with more experts per token than experts. Models with 16-bit weights are not checked, because some operators need
-    autocast or a GPU then.
+    """Computes a forward pass over three tokens. transformers also builds models whose forward pass fails, for example
+    with more experts per token than experts. The check is skipped unless all parameters are in fp32, because in 16 bits
+    some operators need autocast or a GPU.
 
     Raises:
         Refused: the forward pass raises an error.
@@ -56,8 +56,8 @@ def check_computes(model: PreTrainedModel) -> None:
 
 def _looks_ahead(model: PreTrainedModel) -> bool:
     """Returns True if later tokens change the logits of position 0 by more than 1e-4, relative to the largest logit. In
-    untrained encoders the change is some thousandths. Returns False if the forward pass raises an error; training
-    reports the error."""
+    untrained encoders this relative change is some thousandths. Returns False if the forward pass raises a RuntimeError
+    or ValueError, which training will raise again and report."""
     try:
         logits, changed = (_first_logits(model, row) for row in ((0, 1, 2), (0, 3, 4)))
     except (RuntimeError, ValueError):

@@ -1,10 +1,11 @@
-"""Computes attention in packed rows document by document, without a (T, T) mask. transformers calls the functions that
-this module registers; `packed_attention.py` selects them for a model.
+"""Computes attention in packed rows document by document, without a (T, T) mask if possible. transformers calls the
+functions that this module registers; `packed_attention.py` selects them for a model.
 
 In a packed row, a token attends only to its own document, up to and including itself. The start offsets of all
-documents, a tensor of shape (documents + 1,), contain this information and replace the mask (B, 1, T, T). With 1 x 32k
-tokens this saves 2 GiB in 16 bits, and the cost of attention is quadratic in the lengths of the documents instead of
-the length of the row. The result for a document equals its result in a separate row, up to rounding.
+documents, a tensor of shape (documents + 1,), contain this information and replace the mask (B, 1, T, T). For one row
+of 32k tokens, this saves a mask of 2 GiB in 16 bits. The cost of attention becomes quadratic in the length of each
+document, instead of the length of the row. Up to rounding, the result for a document equals the result that the
+document would have in a separate row.
 
     16 bits on a card of compute capability 8.0 or higher    one call of `torch.nn.attention.varlen`
     other cases: fp32, dropout, older cards, CPUs, and       one call of torch's SDPA per document
@@ -82,19 +83,18 @@ def first_tokens(mask_function: Callable, rows: int, tokens: int, device: torch.
     """Returns the start offsets of documents, the cumulative sequence lengths of variable-length attention.
 
     A document starts at each token that does not see the token before it. If the loader knows the offsets, and the mask
-    only separates documents, this function returns the loader's offsets. Otherwise it evaluates the mask function on
-    the device, and the host waits for the result.
+    is causal and separates documents, but does nothing else, this function returns the loader's offsets. Otherwise it
+    evaluates the mask function on the device, and the host waits for the result.
 
     Args:
-        mask_function: transformers' mask function. Called with (batch, head, query, key); returns True if the query
-            sees the key.
+        mask_function: transformers' mask function: (batch, head, query, key) indices -> True if the query sees the key.
         rows, tokens: B and T.
         device: the device of the result.
 
     Returns:
         (documents + 1,) int32: the index of each document's first token in the concatenated rows, and at the end B x T.
-        None if offsets cannot replace the mask: a token does not see the first token of its document, or sees the next
-        token.
+        None if offsets cannot replace the mask, because at least one token does not see the first token of its
+        document, or sees the next token.
     """
     if (known := known_first_tokens(mask_function, tokens)) is not None:
         pinned = device.type == "cuda"  # pinned, because the host would wait for a copy from pageable memory
@@ -171,8 +171,8 @@ def _at_once(query: Tensor, key: Tensor, value: Tensor, first: Tensor, longest: 
     Args:
         query, key, value: (B x T, heads, D).
         first: start offsets of the documents.
-        longest: an upper bound of the documents' lengths: the length of a row, because the host would have to wait for
-            the exact maximum.
+        longest: an upper bound on the lengths of documents. `attend` passes the length of a row, because the host would
+            have to wait for the exact maximum.
         scaling: see `attend`.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -195,7 +195,7 @@ def _in_turn(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], dropout: float, scaling: float | None
 ) -> Tensor:
     """Computes the attention of one document after the other. With grouped-query attention, keys and values are
-    repeated, because torch's fused kernels for fp32 and for older cards need equal numbers of heads."""
+    repeated, because torch's fused kernels for fp32 and for older cards need as many key-value heads as query heads."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -208,7 +208,8 @@ def _in_turn(
 
 
 def by_autocast(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Returns the dtype to which autocast would cast the inputs of torch's own attention; `dtype` without autocast."""
+    """Returns autocast's dtype, to which torch casts the inputs of its own attention. Without autocast, returns
+    `dtype`."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 

@@ -2,8 +2,8 @@
 
 transformers stores the experts of one block as stacks of matrices: 3-D parameters (experts, rows, columns) of one
 module. A router computes one score per expert and token, and each token is computed only by the experts with the
-highest scores. A small change of a router's weights sends tokens to other experts, so routers are never adapted or
-quantized.
+highest scores. A small change to a router's weights can send tokens to other experts, so adapters and quantization
+leave routers unchanged.
 """
 
 from torch import nn
@@ -17,7 +17,8 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 
 
 def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Returns the stacks of experts: {name of a module: {name: 3-D parameter of this module}}."""
+    """Returns the stacks of experts, found in modules whose class name contains "expert": {name of a module: {name: 3-D
+    parameter of this module}}."""
     stacks = {
         name: {key: p for key, p in module.named_parameters(recurse=False) if p.dim() == 3}
         for name, module in model.named_modules()
@@ -51,8 +52,8 @@ def _outputs(layer: nn.Linear | Conv1D) -> int:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Returns the number of parameters that do not take part in the computation of a token: the weights of the experts
-    that the router does not choose. Returns 0 if the config lacks all keys of EXPERTS_PER_TOKEN."""
+    """Returns the number of parameters that are not used for a given token: the weights of the experts that the router
+    does not choose for it. Returns 0 if the config has none of the keys of EXPERTS_PER_TOKEN."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
     stacks = [

@@ -1,8 +1,8 @@
 """Generates text from prompts: for the samples of a run, and for `generate=`.
 
-Each forward pass has a single prompt. The key-value cache of a prompt takes at most 2 x layers x width x length x bytes
-per element, which is less than the activations that training without activation checkpointing stores for a sequence of
-this length.
+Each forward pass has a single prompt. The key-value cache of the prompt takes at most 2 x layers x width x length x
+bytes per element. This is less than the activations that training without activation checkpointing stores for a
+sequence of this length.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
     Args:
         tokenizer: encodes a text as training does, and messages with its chat template.
         prompt: a text, or messages.
-        chat: treat a text as a user's message.
+        chat: True: a text is a user's message; False: a text is continued as it is.
 
     Raises:
         Refused: the prompt needs a chat template (messages, or a text with `chat`) and the tokenizer has none, or the
@@ -109,8 +109,8 @@ class TextGenerator:
     Args:
         model, tokenizer: objects of transformers.
         device: the device that computes; None: the device of the weights.
-        synced: True if other processes have shards of the model. Then every process computes forward passes until the
-            last process has finished its text.
+        synced: True: other processes have shards of the model, so every process computes forward passes until all
+            processes have finished their texts.
         stopped: called after each token; returns True to end the text.
     """
 
@@ -122,8 +122,8 @@ class TextGenerator:
 
     @torch.no_grad()
     def continuation(self, ids: Tensor, tokens: int, temperature: float = 0.0) -> str:
-        """Returns the continuation of a prompt, up to an end token. The text is empty if the prompt already has the
-        maximum length.
+        """Returns the continuation of a prompt, up to an end token. The continuation is empty if the prompt already has
+        the model's maximum sequence length.
 
         Args:
             ids: (1, T), token ids of the prompt, on the host.
@@ -136,7 +136,7 @@ class TextGenerator:
             max_length=length,
             do_sample=temperature > 0,
             temperature=temperature or 1.0,
-            top_p=1.0,  # override top_p and top_k of the model's generation_config.json
+            top_p=1.0,  # top_p and top_k override the model's generation_config.json
             top_k=50,
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,

@@ -1,5 +1,6 @@
-"""Defines how `loss=tiled` and the preference losses read the matrix (V, H) of the output layer: in tiles of C tokens
-of the vocabulary. The object that provides the tiles, a `HeadSource`, also collects the gradient of the matrix.
+"""Defines how `loss=tiled` and the preference losses read the matrix (V, H) of the output layer: in tiles (C, H), each
+for C tokens of the vocabulary. The object that provides the tiles, a `HeadSource`, also collects the gradient of the
+matrix.
 
     HeadSource        this module: the base class
     ResidentHead      this module: the matrix is on the device
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 
 class HeadSource:
-    """Base class of sources of tiles. The methods of this class are for a device that reads all tiles. A source of a
-    matrix that is sharded over devices overrides `joined` and `summed`."""
+    """Base class of sources of tiles. The methods of this class are for a matrix of which one device reads all tiles.
+    If the matrix is sharded over devices, a subclass overrides `joined` and `summed`."""
 
     def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combines statistics of the logits over all devices.
@@ -66,8 +67,8 @@ class ResidentHead(HeadSource):
             tile.copy_(d_logits.T @ rows)
 
     def whole_gradient(self) -> Tensor:
-        """Returns the full gradient (V, H) after the last tile. Drops the reference in this object, because autograd
-        copies a gradient that has a second reference."""
+        """Returns the full gradient (V, H) after the last tile. Also drops this object's own reference to the gradient,
+        because autograd would copy a gradient that has a second reference."""
         gradient, self.gradient = self.gradient, None
         return gradient
 

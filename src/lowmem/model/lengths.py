@@ -1,14 +1,14 @@
 """Checks that the result for a row or document does not depend on the lengths of other rows or documents.
 
 Some models change their rotary embedding if the longest row of a call exceeds a length in their config. With
-`longrope`, Phi-3 uses other angles for all positions if any position is beyond the original length. Dynamic NTK scales
-all angles by the longest length so far. With such an embedding, the result for a short document would depend on the
-other documents in its micro-batch. `depends_from` evaluates only the rotary embeddings, at single positions directly
-below and above each of these lengths, so its cost does not depend on the length.
+`longrope`, Phi-3 changes the angles of all positions in a call if one position is beyond the original length. With
+dynamic NTK scaling, all angles depend on the longest row so far. With such an embedding, the result for a short
+document would depend on the other documents in its micro-batch. `depends_from` evaluates only the rotary embeddings,
+and only at single positions around each length that the config contains. So its cost does not grow with the length.
 
 Other lengths in configs count tokens of a row: a sliding window, an attention chunk, a scale by position. A test must
-show that such a count restarts at each document. With a full row, this test would cost as much as a training step. So
-`shortened` reduces these lengths, and a row of a few tokens is enough for the test (`packed_attention.py`).
+show that such a count restarts at each document. With a full row, the test (`packed_attention.py`) would cost as much
+as a training step. So `shortened` reduces these lengths, and a row of a few tokens suffices.
 """
 
 import inspect
@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from lowmem.system.errors import Refused
 
-# Absolute tolerance for cosines and sines. If angles differ, the difference is a thousand times larger at some
-# frequency.
+# Absolute tolerance for cosines and sines. If angles differ by more than rounding, some cosine or sine differs by a
+# thousand times this tolerance.
 ALIKE = 1e-4
 # keys of lengths beyond which rotary embeddings change
 OF_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
@@ -35,7 +35,7 @@ Angles = Callable[[Tensor], Tensor]  # positions (B, T) -> cosines and sines (B,
 
 
 def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
-    """Checks that the rows of a micro-batch, padded to its longest row, do not depend on each other.
+    """Checks that rows of a padded micro-batch do not depend on each other's lengths.
 
     Args:
         model: the model.
@@ -74,14 +74,14 @@ def check_documents(model: PreTrainedModel, longest: int) -> None:
 
 
 def depends_from(model: nn.Module, longest: int, together: bool) -> int | None:
-    """Returns the smallest length beyond which the rotary embedding of a row depends on other rows, or None if there is
-    no such length below `longest`.
+    """Returns the smallest length in the config beyond which the rotary embedding of a row depends on the lengths of
+    other rows, or None if no length below `longest` has this effect.
 
     Args:
         model: the model.
         longest: number of tokens in the longest row.
-        together: test whether a row depends on other rows of its call, or on earlier calls. If False, test only
-            whether a row depends on earlier calls.
+        together: True: test whether a row depends on other rows of its call, or on earlier calls; False: test only
+            whether it depends on earlier calls.
     """
     rotary = [module for module in model.modules() if hasattr(module, "rope_type")]  # theirs: transformers' embeddings
     for length in sorted(_lengths(model.config.to_dict(), OF_POSITIONS) if rotary else ()):
@@ -113,7 +113,7 @@ def _angles(module: nn.Module, more: dict[str, str], positions: Tensor) -> Tenso
 
 def _depends(angles: Angles, length: int, longest: int, together: bool) -> bool:
     """Returns True if the angles at position `length - 1` or `length` depend on a row of `longest` tokens in an earlier
-    call, or with `together` in the same call."""
+    call or, with `together`, in the same call."""
     far = torch.tensor([[longest - 1]])
     for own in torch.tensor([[[length - 1]], [[length]]]):
         angles(torch.zeros_like(own))  # a call with a short row resets the state of earlier calls
@@ -130,8 +130,8 @@ def _depends(angles: Angles, length: int, longest: int, together: bool) -> bool:
 
 @contextmanager
 def shortened(model: PreTrainedModel, above: int, longest: int, to: int) -> Iterator[bool]:
-    """Context manager that reduces lengths which count tokens of a row (`OF_A_ROW`), in configs and modules. Yields
-    True if it has reduced at least one length.
+    """Context manager in which lengths that count tokens of a row (`OF_A_ROW`) are reduced, in configs and modules.
+    Yields True if it has reduced at least one length.
 
     Args:
         model: the model.

@@ -18,11 +18,11 @@ WIDER = "Type precision=bf16, bf16-true or bf16-master, which have the range of 
 # Tolerance in multiples of a dtype's rounding error. A different order of summation changes a result by one or two
 # rounding errors, a different function by many more.
 ROUNDINGS = 8
-# Minimum tolerance, relative to the largest value. Results of different kernels differ by less; the result of a
-# different function differs by a hundred times more.
+# Minimum tolerance, relative to the largest value. Different kernels for the same function give results that differ by
+# less; different functions give results that differ by a hundred times more.
 OTHER_KERNELS = 1e-4
-# A warning is logged if a larger share of nonzero values becomes 0. For normally distributed weights in fp16 the share
-# is a few millionths.
+# A warning is logged if rounding turns more than this share of the nonzero values into 0. For normally distributed
+# weights in fp16, the share is a few millionths.
 MANY_ZEROS = 1e-3
 
 
@@ -44,12 +44,13 @@ def same(
 ) -> bool:
     """Returns True if two results agree up to rounding. Values that are inf or nan must be equal in both results.
 
-    The tolerance is `ROUNDINGS` times the rounding error of the largest value in the coarsest dtype, but at least
-    `least`. With the default, `least` is the larger of the two for fp32 only.
+    The tolerance is relative to `largest`: it is `ROUNDINGS` times the rounding error of the coarsest dtype, but at
+    least `least`. The default of `least` matters only if all `dtypes` are fp32 or finer.
 
     Args:
         one, other: the results.
-        largest: the largest absolute value, since the rounding error of a sum is proportional to its largest terms.
+        largest: the largest absolute value in the results, since the rounding error of a sum grows with its largest
+            terms.
         dtypes: the dtypes to which the two computations round.
         least: minimum tolerance, relative to `largest`; 0 if both computations use the same kernels.
     """
@@ -85,7 +86,7 @@ class Rounding:
             device: device of the result; None: the device of `numbers`.
 
         Raises:
-            OverflowError: all values of `numbers` are finite, and one would become inf.
+            OverflowError: all values of `numbers` are finite, and at least one would become inf.
         """
         rounded = numbers.to(device or numbers.device, self.dtype)
         if torch.finfo(self.dtype).max >= torch.finfo(numbers.dtype).max:
@@ -107,7 +108,8 @@ class Rounding:
 
 
 def _largest(numbers: Tensor) -> float:
-    """Returns the largest absolute value, or nan if any value is nan. Makes no copy of the tensor."""
+    """Returns the largest absolute value, 0 for an empty tensor, or nan if any value is nan. Does not copy the
+    tensor."""
     if not numbers.numel():
         return 0.0
     lowest, highest = (end.item() for end in numbers.aminmax())

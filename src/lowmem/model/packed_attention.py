@@ -2,14 +2,15 @@
 
 If position ids restart at each document, transformers separates documents with a mask (B, 1, T, T). But if the model
 gets an attention mask or a cache, transformers silently ignores the boundaries between documents.
-`document_attention.py` computes equal results without a mask.
+`document_attention.py` gives the same results as this mask, up to rounding, without building it.
 
 Some models do not use position ids for their masks, and recurrent layers (state spaces, linear attention) ignore
 boundaries between documents. There is no list of such models, so each model is tested in the run's precision: before
 its first optimizer step, or before the evaluation if the run only evaluates. The logits of a document must not depend
-on tokens of earlier documents (the gradient is zero), and must equal the logits of the document in a separate row. If a
-model fails without the mask, it is tested again with the mask. The test row is short. So sliding windows and similar
-lengths that affect a row of the run but not the test row are reduced for a second test (`lengths.py`).
+on tokens of earlier documents (the gradient is zero), and up to rounding must equal the logits of this document in a
+separate row. If a model fails without the mask, it is tested again with the mask. The test row is short. Sliding
+windows and similar lengths may affect a row of the run, but not the test row, so these lengths are reduced for a second
+test (`lengths.py`).
 """
 
 import logging
@@ -28,7 +29,7 @@ from lowmem.system.torch_private import attention_taken
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 64  # number of tokens of a row that are tested
+LOOKED_AT = 64  # maximum number of tokens in a test row
 
 
 def separate(model: PreTrainedModel, compiled: bool = False) -> None:
@@ -46,7 +47,7 @@ def separate(model: PreTrainedModel, compiled: bool = False) -> None:
 
 @contextmanager
 def own_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager that restores the attention implementation that the model had before `separate`, because some
+    """Context manager in which the model has the attention implementation that it had before `separate`, because some
     models need a bool mask."""
     taken = attention_taken(model)
     model.set_attn_implementation("sdpa" if taken in (BY_DOCUMENT, MASKED) else taken)
@@ -57,8 +58,8 @@ def own_mask(model: PreTrainedModel) -> Iterator[None]:
 
 
 def keeps_apart(model: PreTrainedModel, input_ids: Tensor, longest: int = 0) -> bool:
-    """Returns True if the logits of each document in a row equal its logits in a separate row up to rounding, and do
-    not depend on earlier documents.
+    """Returns True if the logits of each document in a row do not depend on earlier documents, and up to rounding equal
+    the logits of this document in a separate row.
 
     Args:
         model: the model.
@@ -69,7 +70,7 @@ def keeps_apart(model: PreTrainedModel, input_ids: Tensor, longest: int = 0) -> 
     lengths = [tokens // 4, tokens // 3, tokens - tokens // 4 - tokens // 3]
     if not _keeps_apart(model, input_ids, lengths):
         return False
-    # reduce windows to a length between the lengths of the first two documents
+    # reduce sliding windows to a length between the lengths of the first two documents
     with shortened(model, tokens, longest, to=(lengths[0] + lengths[1]) // 2) as any_length:
         return not any_length or _keeps_apart(model, input_ids, lengths)
 
@@ -80,7 +81,7 @@ def _keeps_apart(model: PreTrainedModel, input_ids: Tensor, lengths: list[int]) 
     with torch.no_grad(), own_mask(model):
         documents = input_ids.split(lengths, dim=1)
         alone = torch.cat([model(input_ids=document, use_cache=False).logits for document in documents], dim=1)
-    largest = largest_magnitude(alone)  # refuses inf and nan before a gradient is computed, which would be nan
+    largest = largest_magnitude(alone)  # refuses inf and nan here, because the gradient would then be nan
     return _sees_nothing_before(model, packed, lengths) and _same(model, packed, alone, largest)
 
 
@@ -95,8 +96,8 @@ def _computed_in(model: PreTrainedModel, device: str) -> torch.dtype:
 
 
 def _sees_nothing_before(model: PreTrainedModel, packed: dict[str, Tensor], lengths: list[int]) -> bool:
-    """Returns True if no document depends on an earlier document. The gradient with respect to earlier documents is
-    then exactly zero, in any precision."""
+    """Returns True if no document depends on an earlier document: the gradient with respect to earlier documents must
+    be exactly zero, in every precision."""
     return not any(_depends(model, packed, boundary) for boundary in (lengths[0], lengths[0] + lengths[1]))
 
 
@@ -104,9 +105,9 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
     """Returns True if the outputs from position `boundary` on depend on tokens before `boundary`, or if this cannot be
     tested because the model does not call its embedding layer.
 
-    Each boundary needs a separate forward pass, because compiled code frees its saved tensors in backward. The gradient
-    is computed from the head's input instead of the logits, because a streamed head does not keep its tiles for
-    backward. This gives the same answer, since the head computes each token independently.
+    Each boundary needs a separate forward pass, because compiled code frees its saved tensors in backward. If the model
+    has a head, backward starts from the head's input instead of the logits, because a streamed head does not keep its
+    tiles for backward. Both give the same answer, since the head computes each token independently.
     """
     embedded: list[Tensor] = []
     features: list[Tensor] = []
@@ -134,8 +135,8 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
 
 
 def verify(model: PreTrainedModel, row: Tensor) -> None:
-    """Checks that documents in a row do not attend to each other, and selects attention with a mask if the model needs
-    one.
+    """Checks that documents in a row do not attend to each other. If the check fails without a mask, selects attention
+    with a mask and checks again.
 
     Args:
         model: the model.

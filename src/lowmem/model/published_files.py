@@ -2,9 +2,9 @@
 loading has to download the files. `loading.py` and the planner call this module.
 
 transformers silently ignores tensors that its model class does not use, and a config may tie the head although the
-files contain a separate head. The headers of the files, a few kilobytes, contain the names, shapes and dtypes of all
-tensors. For the comparison, transformers itself loads tensors with these shapes on the meta device. So renamed tensors
-and merged experts are handled as when weights are loaded.
+files contain a separate head. The header of a file, some kilobytes, contains the names, shapes and dtypes of the file's
+tensors. For the comparison, transformers itself loads tensors with these shapes on the meta device. So it renames
+tensors and merges experts as it does with real weights.
 """
 
 import json
@@ -26,7 +26,7 @@ from lowmem.system.torch_private import all_unexpected
 ROWS = 4096  # number of rows of two matrices that are compared at once
 # names of buffers that files of earlier transformers versions contain, and that model classes compute themselves
 _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$")
-_TRAINABLE = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes of weights that can be trained
+_TRAINABLE = {"F64", "F32", "F16", "BF16"}  # dtypes in which weights can be trained, by their names in safetensors
 
 
 class TensorHeader(NamedTuple):
@@ -50,8 +50,8 @@ _compared: dict[tuple, Compared] = {}
 
 
 def headers(folder: Path) -> dict[str, TensorHeader]:
-    """Returns name -> header of the tensors that transformers would read from a folder: the tensors of a single file,
-    or of all files in an index."""
+    """Returns name -> header of the tensors that transformers would read from a folder: the tensors of
+    model.safetensors, or without this file, of all files that model.safetensors.index.json names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [single] if single.is_file() else []
     if not files and index.is_file():
@@ -79,7 +79,8 @@ def _header(file: Path, size: int, changed: int) -> dict[str, TensorHeader]:
 
 
 def quantized_as(tensor_headers: dict[str, TensorHeader]) -> str | None:
-    """Returns the dtype of the first weight that cannot be trained, or None if all weights can be trained."""
+    """Returns the dtype of the first tensor whose name ends in "weight" and whose dtype cannot be trained, such as
+    F8_E4M3, or None if there is no such tensor."""
     kinds = (tensor.dtype for name, tensor in tensor_headers.items() if name.endswith("weight"))
     return next((kind for kind in kinds if kind not in _TRAINABLE), None)
 
@@ -93,9 +94,9 @@ def named(said: dict) -> str:
 
 
 def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
-    """Returns the differences between a folder's files and the model class. Returns None if the folder has no weight
-    files, if the model's code is in its repository instead of in transformers, or if the model cannot be built
-    (`loading.load` then reports the reason)."""
+    """Returns the differences between a folder's files and the model class. Returns None if the folder has no
+    safetensors files, if the model's code is in its repository instead of in transformers, or if the model cannot be
+    built. In the last case, `loading.load` reports the reason."""
     tensor_headers = headers(folder)
     if not tensor_headers or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
@@ -133,9 +134,9 @@ def _compare(config: PretrainedConfig, tensor_headers: dict[str, TensorHeader]) 
 
 
 def _layer_beyond(model: PreTrainedModel, name: str) -> int | None:
-    """Returns the layer index in a tensor's name if the model has no layer with this index, otherwise None. Indices of
-    layers for multi-token prediction follow the other layers, and also give None: causal model classes do not use these
-    layers."""
+    """Returns the layer index in a tensor's name if the model has no layer with this index, otherwise None. Layers for
+    multi-token prediction, which are numbered after all other layers, also give None, because causal model classes do
+    not use them."""
     predict = getattr(model.config.get_text_config(decoder=True), "num_nextn_predict_layers", None) or 0
     for found in re.finditer(r"(?<=\.)\d+(?=\.)", name):
         place, number = name[: found.start() - 1], int(found.group())
@@ -153,7 +154,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _own_head(model: PreTrainedModel, tensor_headers: dict[str, TensorHeader]) -> bool:
-    """Returns True if the config ties two tensors whose values differ in the files."""
+    """Returns True if the files contain both tensors of a tied pair, with different values."""
 
     def in_files(name: str) -> str | None:
         names = (name, name.removeprefix(f"{model.base_model_prefix}."))
@@ -164,7 +165,8 @@ def _own_head(model: PreTrainedModel, tensor_headers: dict[str, TensorHeader]) -
 
 
 def _differ(tensor_headers: dict[str, TensorHeader], name: str, other: str) -> bool:
-    """Returns True if two tensors of the files have different values or shapes. Reads both tensors in pieces."""
+    """Returns True if two tensors of the files have different values or shapes. Reads at most ROWS rows of each at
+    once."""
     one, two = tensor_headers[name], tensor_headers[other]
     if name == other or one.shape != two.shape:
         return name != other

@@ -2,7 +2,8 @@
 gradients, optimizer state and masters.
 
 Checkpoints do not contain frozen parameters. A resumed run loads frozen parameters from the model's files, or
-initializes them again from the seed, and compares a digest with the checkpoint to detect different values.
+initializes them again from the seed. To detect changed values, it then compares a digest of these parameters with the
+digest in the checkpoint.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,8 +53,8 @@ def trains_everything(model: nn.Module) -> bool:
 
 def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the part of the state_dict that checkpoints contain. If no parameter is frozen, this is the full
-    state_dict. Otherwise it has the trainable parameters, under all names of tied parameters, and the buffers of
-    modules that contain a trainable parameter, also in a submodule."""
+    state_dict. Otherwise it has the trainable parameters (a tied parameter under each of its names), and the buffers of
+    each module that contains a trainable parameter, directly or in a submodule."""
     everything = model.state_dict()
     if trains_everything(model):
         return everything
@@ -65,8 +66,8 @@ def checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digest_of_base(model: nn.Module, sent_as: Callable[[Tensor], torch.dtype]) -> str | None:
-    """Returns a digest of all tensors that checkpoints do not contain, or None if checkpoints contain all tensors.
-    Args: model: the model; sent_as: returns the dtype in which the run uses a tensor."""
+    """Returns a digest of the tensors of the state_dict that checkpoints do not contain, or None if checkpoints contain
+    all of them. Args: model: the model; sent_as: returns the dtype in which the run uses a tensor."""
     stored = checkpoint_state(model)
     base = {name: tensor for name, tensor in model.state_dict().items() if name not in stored}
     return digest(base, sent_as) if base else None

@@ -1,11 +1,11 @@
 """Adds tokens to a tokenizer, such as the special tokens of a chat template, and adds rows for these tokens to the
 embedding and the head.
 
-In a published model, the row of an added token becomes the mean of the other rows. So the logits of the token are not
-unusually large, and no random numbers are needed. By default, transformers draws new rows around the mean with the
-covariance of the embedding. For a matrix of 128k x 4096, this takes minutes, and memory for fp32 copies. If the
-embedding of a published model has more rows than its tokenizer has tokens, the unused rows are used before new rows are
-added. Tied heads stay tied.
+In a published model, the row of an added token is initialized to the mean of the other rows. So the logits of the token
+are not unusually large, and no random numbers are needed. By default, transformers draws new rows around the mean with
+the covariance of the embedding. For a matrix of 128k x 4096, this would take minutes, and memory for fp32 copies. If
+the embedding of a published model has more rows than its tokenizer has tokens, the unused rows are used before new rows
+are added. Tied heads stay tied.
 """
 
 import copy
@@ -63,8 +63,8 @@ def grown(config: PretrainedConfig, rows: int) -> PretrainedConfig:
 
 @torch.no_grad()
 def grow(model: PreTrainedModel, added: Added) -> None:
-    """Resizes embedding and head to `added.rows` rows, and sets the rows of added tokens to the mean of the rows that
-    existed before, without the rows of added tokens."""
+    """Extends embedding and head to `added.rows` rows if they have fewer. Sets the rows of added tokens to the mean of
+    all earlier rows that do not belong to added tokens."""
     before = model.get_input_embeddings().num_embeddings
     old = sorted({*range(before)} - {*added.fresh})
     if added.rows > before:
@@ -74,8 +74,8 @@ def grow(model: PreTrainedModel, added: Added) -> None:
 
 
 def _by_token(model: PreTrainedModel) -> list[Tensor]:
-    """Returns the weights and biases of embedding and head, which all have one row per token. Tied tensors are listed
-    once."""
+    """Returns the weights and biases of embedding and head. Each of these tensors has one row per token. Tied tensors
+    are listed once."""
     ends: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
     rows = [getattr(end, name, None) for end in ends for name in ("weight", "bias")]
     return list({id(tensor): tensor for tensor in rows if tensor is not None}.values())

@@ -1,5 +1,5 @@
 """Runs a command from its settings to its results: check -> plan -> train -> report -> export. The command line calls
-`fit`. So can a notebook:
+`fit`, and a notebook can call it, too:
 
 from pathlib import Path
 from hydra import compose, initialize
@@ -115,7 +115,7 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
 
 def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
     """Resolves plan= and batch_size=auto, checks the predicted memory, trains, and writes the results. Raises: Refused:
-    no recipe or batch size fits, the run needs more memory than available, or training failed."""
+    no recipe or batch size fits, the run needs more memory than is available, or training has failed."""
     loading.check_architecture(command.run)
     if ranks.rank == 0:
         hints.tell_lr(command.run)
@@ -142,7 +142,7 @@ def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | 
 
 
 def _evaluate(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Evaluates a run, an exported model or an adapter."""
+    """Evaluates a run, an exported model or an adapter, and writes the results."""
     run = command.run if task.saved else with_model(command.run, command.run.evaluate)
     command = _unplanned(replace(command, run=run))
     with _training(command, task, ranks, texts) as training:

@@ -75,8 +75,8 @@ def _skip_last_collection() -> None:
 
 
 def start(main: Callable[[], None], config: str = "config") -> None:
-    """Runs a main function of Hydra with the arguments of sys.argv. After a failure, exits with a message or an exit
-    code. Args: config: the yaml of conf/ that `main` reads."""
+    """Runs a main function of Hydra with the arguments of sys.argv. Exits after a failure, usually with a message;
+    exits with NOTHING_FITS if a plan has no fitting recipe. Args: config: the yaml of conf/ that `main` reads."""
     atexit.register(_skip_last_collection)
     home.replace_if_read_only()
     sys.stdout.reconfigure(errors="backslashreplace")  # otherwise a character that stdout cannot encode would end a run
@@ -262,7 +262,7 @@ class Settle(Callback):
 
 def run(cfg: DictConfig) -> float:
     """Runs one job, and turns errors into messages. Hydra calls this function once per run, or in a sweep once per job.
-    In a sweep, this function starts the job in another process and waits for it.
+    In a sweep, this function runs the job in another process (`sweep.job`).
 
     Returns:
         The validation loss; nan after a failure, for work without a summary, and for a job of a sweep without a
@@ -381,7 +381,7 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
 
 
 def _words(value: object) -> Iterator[str]:
-    """Yields all strings in a config. The paths that the user typed are among them."""
+    """Yields the string values of a nested config, among them the paths that the user typed."""
     if isinstance(value, str):
         yield value
     for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

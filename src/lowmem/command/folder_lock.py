@@ -2,11 +2,11 @@
 any file besides Hydra's files, the folder is restored.
 
 Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes these
-files, locks the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. Every folder
-stays locked until the command exits, so that a run cannot be resumed while it is running.
+files, locks the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. The folder
+stays locked until the command exits, so that a run cannot be resumed while it is in progress.
 
-With several ranks, only one process locks the folder: the launcher, or rank 0 if torchrun has started the ranks. This
-process tells the other ranks the name of the folder.
+With several ranks, only one process locks the folder: the launcher, or rank 0 if torchrun has started the ranks. The
+process that has locked the folder tells the other ranks its name.
 """
 
 import os
@@ -323,8 +323,8 @@ def _exported(named: str | None) -> Path | None:
 
 
 def _uses_a_run(folder: Path) -> bool:
-    """Returns whether an earlier command has written results of `evaluate=` or `export=` of another run to this
-    folder."""
+    """Returns whether this folder contains results that an earlier command with `evaluate=` or `export=` computed from
+    another run."""
     return not as_mapping(folders.typed_in(folder)).keys().isdisjoint(("evaluate", "export"))
 
 

@@ -81,7 +81,8 @@ def _continued(
 
 
 def _folder(place: Path) -> Path:
-    """Returns the folder that contains the model: `place`, or for a run's folder its model/."""
+    """Returns the folder that contains the model: `place`, or its subfolder model/ if `place` is a run's folder. Raises
+    Refused if neither contains a model."""
     for folder in (place, place / "model"):
         if is_model(str(folder)):
             return folder

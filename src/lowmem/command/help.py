@@ -72,8 +72,8 @@ def _group(folder: Path, choice: str | None, comment: str) -> Iterator[str]:
 
 
 def _keys_of(typed: Callable[[str], str], shown: set[str], group: str, file: Path) -> Iterator[str]:
-    """Yields lines for the keys of a choice that are not in `shown`: an entry for each key with a comment, and a list
-    of the other keys. Adds the keys to `shown`."""
+    """Yields lines for the keys of a choice that are not in `shown`, and adds these keys to `shown`. A key with a
+    comment gets an entry; the keys without a comment are listed after the entries."""
     prefix, others = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}.", []
     new = {prefix + key: comment for key, comment in comments(file).items() if prefix + key not in shown}
     for key, comment in new.items():
@@ -103,7 +103,8 @@ def _typed(cfg: DictConfig, key: str) -> str:
 
 
 def _entry(typed: str, comment: str) -> list[str]:
-    """Returns an entry in two columns. A key that is too long for its column gets a separate line."""
+    """Returns the lines of an entry in two columns. If the key is too long for its column, the comment begins on the
+    next line."""
     indent = " " * COLUMN
     wrapped = textwrap.wrap(comment, WIDTH - COLUMN, break_long_words=False, break_on_hyphens=False)
     head = f"  {typed}".ljust(COLUMN)

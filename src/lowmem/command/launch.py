@@ -3,8 +3,8 @@ typed command on one device.
 
 With several devices, the process of the typed command is only a launcher, which does not import torch. The launcher
 locks the run's folder, starts the ranks, and forwards signals to them. If a rank fails, the launcher ends the other
-ranks, which would otherwise wait for the failed rank until a timeout of many minutes. On the terminal, only the
-launcher prints the error of a failed rank.
+ranks, which would otherwise wait for the failed rank until a timeout of many minutes. Only the launcher prints the
+error of a failed rank on the terminal.
 
     launcher           the main thread starts the ranks, checks every LOOK seconds whether they have ended, and
                        forwards signals; a second thread copies the stderr of rank 0 to the launcher's stderr
@@ -45,8 +45,8 @@ LAST = 20  # lines of a rank's log in an error message
 WORDS = 1 << 16  # bytes of the end of rank 0's stderr that the launcher keeps
 HERE = "127.0.0.1"
 FINE = ("done", "interrupted")
-# If ranks ended for different causes, the cause that comes first in this tuple is reported, because a later cause, such
-# as "lost", may only be a consequence of the failure of another rank.
+# If ranks ended for different causes, the cause that comes first in this tuple is reported. A later cause, such as
+# "lost", may be only a consequence of another rank's failure.
 CAUSES = ("killed", "failed", "ended", "aborted", "lost", "not uploaded")
 
 
@@ -173,8 +173,8 @@ def _started(folder: Path, typed: Sequence[str], size: int) -> Iterator[list[Ran
     """Context manager that starts the ranks and yields them. On exit, kills the ranks that are still running."""
     command = [sys.executable, str(sweep.script), *typed, f"hydra.run.dir={folder}"]
     world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": HERE, "MASTER_PORT": free_port()}
-    # Each rank starts threads for its share of the processors, unless the user has set OMP_NUM_THREADS. By default, it
-    # would start threads for all processors.
+    # Each rank starts threads for its share of the processors, unless the user has set OMP_NUM_THREADS. By default,
+    # each rank would start threads for all processors.
     world |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", max(1, processors.usable() // size))}
     # unbuffered, so that the log contains the last output of a killed rank
     world |= {rank_environment.OF_RUN: folder, "PYTHONUNBUFFERED": 1}

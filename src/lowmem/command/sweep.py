@@ -1,10 +1,10 @@
 """Runs the jobs of a sweep (-m), each as a command in its own process, and prints the table of results.
 
 Hydra's basic launcher runs all jobs in one process, so memory that one job leaks would be missing for the next job, and
-a crash would end the whole sweep. So `job`, which `cli.run` calls for each job of Hydra, starts `python train.py
-<overrides of the job>` and waits for this process. This works with any launcher and sweeper that calls `cli.run` once
-per job. Other launchers alone do not solve the problem: joblib reuses its workers, and submitit starts all local jobs
-at once and hides the results of other jobs after the first failure.
+a crash would end the whole sweep. So `job`, which `cli.run` calls for each job that Hydra launches, starts `python
+train.py <overrides of the job>` and waits for this process. This works with any launcher and sweeper that calls
+`cli.run` once per job. Other launchers alone do not solve the problem: joblib reuses its workers, and submitit starts
+all local jobs at once and hides the results of other jobs after the first failure.
 """
 
 import os
@@ -49,7 +49,7 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
     is already complete in this folder, with the same overrides, is not run again.
 
     Args:
-        typed: the overrides of the job, as Hydra gives them.
+        typed: the overrides of the job, quoted for Hydra.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, once the job has ended (usually with a checkpoint).
@@ -98,7 +98,7 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | N
             try:
                 stderr = process.communicate()[1]
                 break
-            # the job ends after its optimizer step; after a second signal it ends at once
+            # the job ends after its current optimizer step, or at once after a second signal
             except (KeyboardInterrupt, Ended) as sent:
                 passed_on = sent.signal if isinstance(sent, Ended) else signal.SIGINT
                 # the terminal also sends Ctrl-C to the job, which ignores the second copy
@@ -108,7 +108,7 @@ def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | N
 
 
 def _write(file: Path, text: str, mode: str = "w") -> None:
-    with suppress(OSError):  # for example because the disk is full; the terminal shows the text anyway
+    with suppress(OSError):  # for example if the disk is full; the terminal shows the text anyway
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open(mode, encoding="utf-8") as out:
             out.write(text)
@@ -164,7 +164,7 @@ class Report(Callback):
 
 
 def again(folder: Path) -> list[str]:
-    """Returns the arguments that start a sweep again in its folder. Jobs that are complete will not be run again.
+    """Returns the arguments that continue a sweep in its folder. Complete jobs will not be run again.
 
     Raises:
         Refused: the folder does not belong to a sweep, or its multirun.yaml is damaged.

@@ -24,7 +24,7 @@ class WindowSize:
 
     Args:
         sizes: index of an epoch or window -> number of micro-batches from this epoch or window on.
-        by: the unit of the keys of `sizes`. A window counts as one optimizer step, also if fp16 skips the step.
+        by: the unit of the keys of `sizes`. A window counts as one optimizer step, even if fp16 skips the step.
     """
 
     sizes: Mapping[int, int]

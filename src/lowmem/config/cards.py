@@ -93,8 +93,8 @@ class Card:
 
 
 def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
-    """Returns the card for a name such as 'rtx3060' or a size such as '12GiB'. Returns None for None, which means the
-    card in this machine. Args: key: the typed key, for the error message.
+    """Returns the card for a name such as 'rtx3060' or a size such as '12GiB'. If `name_or_size` is None, returns None,
+    which stands for the card in this machine. Args: key: the typed key, for the error message.
 
     Raises:
         Refused: the value is neither a size nor a name of conf/gpu.yaml.
@@ -109,7 +109,7 @@ def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
 
 
 def here() -> Card:
-    """Returns this process's CUDA device as a card. Its size is the memory that is free now.
+    """Returns this process's CUDA device as a card. The card's size is the memory that is free now.
 
     Raises:
         Refused: this machine has no CUDA device.

@@ -6,8 +6,7 @@ refused combinations.
     check_places    next, in train.py only: checks files and folders; torch is not imported yet
     check           at the start of `fit` and of a plan: checks combinations, and imports the classes that a yaml names
 
-Errors that show only in the data or in the weights are raised later, also as `Refused`, when the data or the weights
-are read.
+Errors that show only in the data or the weights raise `Refused` later, when the data or the weights are read.
 """
 
 import inspect
@@ -152,8 +151,8 @@ def check_places(run: Run) -> None:
     checks again.
 
     Raises:
-        Refused: a named run, file or folder does not exist; an encoding is not UTF-8; weights.drive is in host memory
-        or not writable; or keys of data= or weights= contradict each other.
+        Refused: a named run, file or folder does not exist; data.encoding or data.on_error has an unknown value;
+        weights.drive is in host memory or not writable; or keys of data= or weights= contradict each other.
     """
     for key in OF_A_RUN:
         if (
@@ -182,8 +181,8 @@ def check_places(run: Run) -> None:
 
 
 def _check_drive(folder: str) -> None:
-    """Checks that the folder for masters and optimizer state is not in host memory, and that files can be created in
-    it. `plan/` checks the free space."""
+    """Raises Refused if the folder of weights.drive is in host memory, or if no file can be created in it. `plan/`
+    checks the free space."""
     if is_memory(Path(folder).expanduser()):
         raise Refused(
             f"weights.drive={folder}: the files of this folder are in host memory (tmpfs), so the drive would save no "
@@ -230,7 +229,8 @@ def no_such_run(key: str, place: str) -> Refused:
 
 
 def check_hub_id(key: str, name: str) -> None:
-    """Raises Refused for a name that cannot be a hub id. Called for names that are not folders on this machine."""
+    """Raises Refused for a name that cannot be a hub id. The caller has checked that the name is not a folder on this
+    machine."""
     if name.startswith(("/", "~", ".")) or name.count("/") > 1:
         raise Refused(f"{key}={name}: there is no such folder. Give one that exists, or a hub id such as gpt2.")
 

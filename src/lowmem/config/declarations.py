@@ -1,8 +1,8 @@
 """Reads the properties that techniques declare. Checks, the planner and advice use these properties, so that no code
 depends on the name of a technique.
 
-Each technique has a file conf/<group>/<name>.yaml, which lists its properties under `declares`. Precisions, losses,
-adapters and strategies are lowmem's own classes. Properties that follow from the code of such a class are class
+Each technique has a file conf/<group>/<name>.yaml, which may list properties under `declares`. Further properties of
+precisions, losses, adapters and strategies follow from the code of their classes. These properties are class
 attributes, and are read through `Run`, as in `run.loss_class.head_in_tiles`.
 
 The docstrings of a base class say who calls which method, with which shapes and dtypes. A base class has defaults for

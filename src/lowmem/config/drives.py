@@ -1,5 +1,5 @@
-"""Describes the drive of a run or a plan by a folder on the drive and the number of free bytes. The drive stores
-masters and optimizer state if host memory is too small.
+"""Describes the drive of a run or a plan by a folder on the drive and the number of free bytes. With weights.drive=,
+the drive stores masters and optimizer state.
 
 plan.py's `drive=` is either a folder on this machine, in which case the free space of its drive is used, or the size of
 a planned drive. Drives are sold by decimal sizes, so a size may also end in GB (10**9 bytes) or TB. This module does
@@ -58,6 +58,6 @@ def size_of(folder_or_size: str) -> int | None:
 
 
 def existing(folder: str) -> Path:
-    """Returns a folder, or its closest parent that exists."""
+    """Returns the folder if it exists, otherwise its closest parent that exists."""
     path = Path(folder).expanduser().absolute()
     return next(place for place in (path, *path.parents) if place.is_dir())

@@ -10,8 +10,8 @@ from lowmem.system.errors import Refused
 
 
 def instantiate(node: BaseModel | Mapping, **more: object) -> object:
-    """Creates the object of a node with Hydra's `instantiate`, without the node's key `declares`. A `Refused` of the
-    called class or function is raised unchanged.
+    """Creates the object of a node with Hydra's `instantiate`, without the node's key `declares`. A `Refused` that the
+    called class or function raises is passed on unchanged.
 
     Args:
         more: arguments that override the arguments in the node.

@@ -1,10 +1,10 @@
-"""Declares every key once: its type, its range, and how an error message describes a valid value. `check.py` checks the
-composed config with `errors`, and `Run` (`settle.py`) derives its attributes from `Keys`.
+"""Declares the keys of conf/config.yaml (`Keys`) and conf/plan.yaml (`PlanKeys`): the type and range of each key, and
+how an error message describes a valid value. `check.py` checks the composed config with `errors`, and `Run`
+(`settle.py`) derives its attributes from `Keys`.
 
-`Keys` declares the keys of conf/config.yaml. The yaml of a technique needs no entry here: its values show the types of
-its arguments, and `ARGUMENTS` adds ranges for names that have the same meaning in all classes of `PACKAGES`. The values
-of arguments for classes of other packages are not checked, unless they are interpolations; `check.py` checks the names
-of these arguments. This module imports nothing heavy.
+The yaml of a technique needs no entry here: its values show the types of its arguments, and `ARGUMENTS` adds ranges for
+names that have the same meaning in all classes of `PACKAGES`. For classes of other packages, `check.py` checks the
+names of arguments, but their values are checked only if they are interpolations. This module imports nothing heavy.
 """
 
 import re
@@ -30,7 +30,7 @@ def _words(words: str, annotation: Any, **bounds: Any) -> Any:
 
 
 def _read_by(read: Callable[[Any], object]) -> AfterValidator:
-    """Returns a validator that accepts every value that `read` does not refuse."""
+    """Returns a validator that rejects a value if `read` raises Refused for it."""
 
     def check(value: Any) -> Any:
         try:
@@ -353,7 +353,7 @@ def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], b
 
     Args:
         values: the resolved config.
-        is_taken_over: returns True for the path of a key whose value is an interpolation of another key.
+        is_taken_over: returns True for the path of a key whose value comes from an interpolation.
     """
     sentences = [*_sentences(PlanKeys if "gpu" in values else Keys, values)]
     for path, node in _nodes(values):
@@ -394,8 +394,8 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 
 
 def _kind(key: str, default: object) -> Any:
-    """Returns the type of an argument, from its name or else from its value in the yaml. The values null and ??? allow
-    any type."""
+    """Returns the type of an argument: from its name if ARGUMENTS lists the name, or else from its value in the yaml.
+    An unlisted argument that is null or ??? in the yaml may have any type."""
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
@@ -408,7 +408,7 @@ def _kind(key: str, default: object) -> Any:
 
 
 def _or_null(kind: Any) -> Any:
-    """Returns a type that also allows null, for arguments that are null in the yaml."""
+    """Returns the given type, extended by null. For arguments that are null in the yaml."""
     words = next(constraint.description for constraint in kind.__metadata__ if getattr(constraint, "description", None))
     return kind if words.endswith("null") else _words(f"{words}, or null", kind | None)
 

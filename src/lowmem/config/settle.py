@@ -87,7 +87,7 @@ class Run(schema.Keys):
 
     @cached_property
     def runs_on(self) -> str:
-        """Returns "cpu" or "cuda". device=auto uses CUDA if available."""
+        """Returns "cpu" or "cuda": for device=auto, "cuda" if torch finds a CUDA device."""
         import torch  # imported here, because commands read the settings before they need torch
 
         return self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,7 +136,7 @@ class Run(schema.Keys):
     @property
     def exports_adapter(self) -> bool:
         """Returns whether an export contains only the adapter. Otherwise it contains the full model. A base model with
-        random initial weights is exported too, because it is not published."""
+        random initial weights is always exported, because no other place has its weights."""
         return self.adapter_class.freezes_base and self.model.pretrained and not self.merge
 
     # --- several devices ----------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Run(schema.Keys):
 
     @cached_property
     def data_ranks(self) -> int:
-        """Returns the number of processes that read different data."""
+        """Returns the number of parts into which the data are divided, one for each process or group of processes."""
         return self.strategy_class.data_ranks(self.devices, **self.strategy.arguments)
 
     # --- the schedule -------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
 
 
 def no_such_key(line: str, known: Iterable[str]) -> str:
-    """Returns the message for an override whose key is not in `known`."""
+    """Returns the message for an override whose key does not exist. Args: known: the keys that exist."""
     name, _, value = line.lstrip("+").partition("=")
     if name in LEFT_OUT:
         return f"{name} was removed: {LEFT_OUT[name]}. Leave it out."
@@ -261,7 +261,7 @@ def _parts(line: str, known: Collection[str]) -> Iterator[str]:
 
 
 def _leaves(name: str, value: object, known: Collection[str]) -> Iterator[tuple[str, object]]:
-    """Yields (dotted key, value) of each key of a section and its subsections."""
+    """Yields (dotted key, value) for each key of a section and its subsections."""
     if isinstance(value, Mapping) and _is_section(name, known):
         for last, below in value.items():
             yield from _leaves(f"{name}.{last}", below, known)

@@ -1,4 +1,4 @@
-"""Handles overrides (key=value): converts typed overrides to the form that Hydra reads, and composes the config.
+"""Converts typed overrides (key=value) to the form that Hydra reads, and composes the config from them.
 
 The command line uses this module before anything heavy is imported, so this module does not import torch.
 """
@@ -20,7 +20,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
-# Keys whose value is taken literally, even if its characters have a meaning for Hydra.
+# Keys whose value is plain text, even if some of its characters have a meaning for Hydra (see TEXTS).
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "cache_dir")  # created if they are missing
 # names of files, folders or hub repositories
 PLACES = ("data.path", "data.val_path", "model.name", "resume", "evaluate", "export")
@@ -31,7 +31,8 @@ TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "lo
 NAMED = ("data.val_path",)  # keys whose value is a single path, or a mapping of names to paths
 MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
 # Pairs of alternative keys. Typing both is refused. If one is typed and a yaml sets the other, the first key of the
-# pair wins. When a run is resumed, typing one key of a pair replaces both keys of the earlier run.
+# pair wins (but see `in_place_of`). When a run is resumed, typing one key of a pair replaces both keys of the earlier
+# run.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
 # Values that are passed to Hydra without quotes: null, ???, and words that are not booleans.
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
@@ -97,13 +98,13 @@ def without(keys: Collection[str], lines: Iterable[str]) -> list[str]:
 
 
 def replaced(lines: Iterable[str], recipe: Mapping[str, str | None]) -> list[str]:
-    """Returns the overrides with a recipe's values in place of earlier values; None removes the override."""
+    """Returns the overrides with the values of a recipe in place of earlier values. None as a value removes the
+    override of this key."""
     return [*without(recipe, lines), *as_lines({name: value for name, value in recipe.items() if value is not None})]
 
 
 def as_only_source(name: str) -> str:
-    """Returns the key that a key of a mixture's source would have without the mixture: data.path for
-    data.parts.code.path."""
+    """Returns the key of a mixture's source as it would be without the mixture: data.path for data.parts.code.path."""
     return re.sub(r"^data\.parts\.[^.]+\.", "data.", name)
 
 
@@ -158,7 +159,7 @@ def _enumerated(line: str) -> str:
 
 
 def _named(item: object, group: Path) -> list[str]:
-    """Returns the choices that an item of a sweep over a group selects."""
+    """Returns the choices that one item of a sweep selects in a group."""
     if not isinstance(item, Glob):
         return ["null" if item is None else item.text if isinstance(item, QuotedString) else str(item)]
     # Hydra reads the 16 in [16,32*] as an integer
@@ -195,7 +196,7 @@ def unquoted(line: str) -> str:
 
 
 def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns the arguments in three lists: Hydra's flags with their values, overrides, and all other arguments."""
+    """Returns three lists: Hydra's flags with their values, overrides, and the remaining arguments."""
     flags, lines, strays = [], [], []
     before = ""
     for word in arguments:
@@ -210,7 +211,7 @@ def parted(arguments: Iterable[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def composed(lines: Iterable[str], name: str = "config", whole: bool = False) -> DictConfig:
-    """Composes the config `name` of conf/ with these overrides. Works inside a Hydra job and without one.
+    """Composes the config `name` of conf/ with these overrides. Works inside and outside of a Hydra job.
 
     Args:
         whole: True: keep Hydra's own section.
@@ -258,7 +259,7 @@ def _choices_of(experiment: DictConfig) -> dict[str, str]:
 
 
 class TypedWins(Callback):
-    """The Hydra callback that applies `let_typed_win` to the composed config, before a run starts."""
+    """The Hydra callback that applies `let_typed_win` to the composed config before a run starts."""
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         with read_write(config):
@@ -266,7 +267,8 @@ class TypedWins(Callback):
 
 
 def keys_known(lines: Iterable[str], name: str) -> Mapping[str, object]:
-    """Returns the nested, unresolved keys of the config `name` with these overrides, including Hydra's own."""
+    """Returns the config `name` with these overrides as a nested mapping, including Hydra's section. Interpolations are
+    not resolved."""
     return OmegaConf.to_container(composed(lines, name, whole=True), resolve=False)
 
 

@@ -9,7 +9,7 @@ ON_ERROR = ("refuse", "replace", "skip")
 
 
 def shown(name: object) -> str:
-    """Returns a name for a message, in which newlines and all other unprintable characters are replaced by U+FFFD."""
+    """Returns a name as text for a message, with newlines and other unprintable characters replaced by U+FFFD."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(name))
 
 

@@ -1,5 +1,5 @@
-"""Finds the transformer blocks of a model: the items of its outermost `nn.ModuleList` or `nn.Sequential`. Activation
-checkpointing, compilation, streaming and sharding work on these blocks."""
+"""Finds the transformer blocks of a model: the items of its outermost `nn.ModuleList` or `nn.Sequential` that is not
+empty. Activation checkpointing, compilation, streaming and sharding work on these blocks."""
 
 from torch import nn
 from transformers import PreTrainedModel

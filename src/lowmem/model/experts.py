@@ -1,9 +1,9 @@
 """Finds the experts and the routers of a mixture-of-experts model.
 
 transformers stores the experts of one block as stacks of matrices: 3-D parameters (experts, rows, columns) of one
-module. A router computes one score per expert and token, and each token is computed only by the experts with the
-highest scores. A small change to a router's weights can send tokens to other experts, so adapters and quantization
-leave routers unchanged.
+module. A router computes one score per expert and token. Only the experts with the highest scores compute the token,
+except in the classes of COMPUTE_ALL. A small change to a router's weights can send tokens to other experts, so adapters
+and quantization leave routers unchanged.
 """
 
 from torch import nn

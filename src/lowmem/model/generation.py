@@ -19,7 +19,7 @@ from lowmem.data.sources import framing
 from lowmem.model.loading import positions
 from lowmem.system.errors import Refused
 
-# example messages; the format of a chat template is derived from their rendered text
+# messages from whose rendered text the format of a chat template is derived
 QUESTION, ANSWER, NEXT = "a question", "an answer", "the next question"
 Prompt = str | list[dict]  # text, or the messages of a conversation
 
@@ -28,7 +28,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
     """Returns the token ids of a prompt, (1, T) int64 with T >= 1.
 
     Args:
-        tokenizer: encodes a text as training does, and messages with its chat template.
+        tokenizer: encodes a plain text as in training, and messages with its chat template.
         prompt: a text, or messages.
         chat: True: a text is a user's message; False: a text is continued as it is.
 
@@ -57,7 +57,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """Returns the ids of all tokens that end a generated text: the end tokens of the model and of the tokenizer, the
+    """Returns the ids of the tokens that end a generated text: the end tokens of the model and of the tokenizer, the
     token that training appends to a text, and the end-of-turn token of the chat template."""
     own = model.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_turn(tokenizer)}

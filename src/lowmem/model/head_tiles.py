@@ -19,7 +19,7 @@ class HeadSource:
     If the matrix is sharded over devices, a subclass overrides `joined` and `summed`."""
 
     def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Combines statistics of the logits over all devices.
+        """Combines statistics of the logits over all devices. The base class returns them unchanged.
 
         Args:
             top: (N,), the largest logit of each row.
@@ -53,7 +53,7 @@ class ResidentHead(HeadSource):
         self.gradient = torch.empty_like(self.weight)
 
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:
-        """Computes the gradient (C, H) of a tile, d_logits.T @ rows, and stores it in the full gradient.
+        """Computes d_logits.T @ rows, the gradient (C, H) of a tile, and stores it in the full gradient.
 
         Args:
             first: index of the tile's first token.

@@ -15,8 +15,8 @@ TOLERANCE = 0.02
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Returns name -> layer for the linear layers that compute only a matrix product. Excluded are the head, routers,
-    and layers that share the embedding's matrix."""
+    """Returns name -> layer for the linear layers that compute only a matrix product, plus a bias if they have one.
+    Excludes the head, routers, and layers that share the embedding's matrix."""
     head, tokens, no_layers = model.get_output_embeddings(), model.get_input_embeddings().weight, routers(model)
     return {
         name: layer
@@ -37,8 +37,8 @@ def _holds(layer: nn.Module, weight: Tensor) -> bool:
 
 @torch.no_grad()
 def _is_product(layer: nn.Linear | Conv1D) -> bool:
-    """Returns True if a layer computes x W + b. A subclass of nn.Linear may compute something else, such as a grouped
-    matrix product."""
+    """Returns True if a layer computes only a matrix product and a bias. A subclass of nn.Linear may compute something
+    else, such as a grouped matrix product."""
     if isinstance(layer, Packed | Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     weight = layer.weight
@@ -46,7 +46,7 @@ def _is_product(layer: nn.Linear | Conv1D) -> bool:
     expected = F.linear(x, weight, layer.bias)
     try:
         found = layer(x)
-        if weight.is_meta:  # a plan builds models without values
+        if weight.is_meta:  # plans build models whose weights have no values
             return found.shape == expected.shape
         return torch.allclose(found, expected, atol=TOLERANCE * float(expected.abs().max()))
     except (RuntimeError, TypeError, ValueError, IndexError):

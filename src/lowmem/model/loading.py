@@ -1,10 +1,10 @@
 """Loads a Hugging Face causal language model: with published weights, or with random weights for an architecture.
 
-Published weights are memory-mapped from safetensors files. If a tensor of a file has the dtype that the precision
-needs, it is not copied but stays in mapped pages of the file, unless transformers joins it with other tensors. The
-remaining tensors are converted one at a time, so that host memory need not hold two copies of the model. Random weights
-are drawn in fp32 and rounded to the dtype that the precision needs, one tensor at a time. So, up to rounding, a seed
-gives the same initial weights with every precision.
+Published weights are memory-mapped from safetensors files. A tensor that already has the dtype that the precision needs
+stays in mapped pages of its file, unless transformers joins it with other tensors. The remaining tensors are converted
+one at a time, so that host memory need not hold two copies of the model. Random weights are drawn in fp32 and rounded
+to the dtype that the precision needs, one tensor at a time. So, up to rounding, a seed gives the same initial weights
+with every precision.
 """
 
 import inspect
@@ -165,8 +165,8 @@ def _untie(config: PretrainedConfig) -> None:
 
 
 def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
-    """Logs how many tensors of the files the model class does not use, and the name of the first. Also logs whether the
-    configuration ties the output layer to the embedding although the files contain different values for them."""
+    """Logs how many tensors of the files the model class does not use, and the name of the first. Logs another message
+    if the configuration ties the output layer to the embedding although the files contain different values for them."""
     if found and found.unused:
         first, *more = found.unused
         which = f"{1 + len(more)} tensors in its files are" if more else "a tensor in its files is"
@@ -500,7 +500,8 @@ def drawn_in_fp32() -> Iterator[None]:
 
 
 def _of_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
-    """Returns advice for an error message about weights that the files lack, or have in another shape."""
+    """Returns advice for an error message about weights that the files lack, or contain in another shape than the
+    model's."""
     head, named = model.get_output_embeddings(), dict(model.named_parameters())
     if head is not None and all(named.get(name) is head.weight for name in missing):
         return "If the output layer shares the embedding's weight, type model.architecture={tie_word_embeddings:true}."
@@ -518,7 +519,7 @@ def _load(spec: schema.Model, config: PretrainedConfig, how: dict) -> PreTrained
             ignore_mismatched_sizes=True,  # wrong shapes are refused below, with a message that names the shapes
             **how,
         )
-    except SafetensorError as error:  # usually a file that was not downloaded or copied completely
+    except SafetensorError as error:  # usually the file was not downloaded or copied completely
         raise Refused(
             f"model.name={name}: a weights file is damaged or incomplete ({first_line(error)}). Download it again."
         ) from None
@@ -565,8 +566,8 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
 
 
 def check_architecture(run: Run) -> None:
-    """Checks the model of a run before it is loaded, and logs differences between the weight files of a folder and the
-    model class.
+    """Checks a run's model before the weights are loaded. If `model.name` is a folder, also logs differences between
+    its weight files and the model class.
 
     Raises:
         Refused: see `architecture`; or seq_len exceeds the maximum sequence length of the architecture.
@@ -577,7 +578,7 @@ def check_architecture(run: Run) -> None:
 
 
 def positions(config: PretrainedConfig) -> int | None:
-    """Returns the maximum sequence length in the configuration, or None if the configuration has no such key."""
+    """Returns the maximum sequence length in the configuration, or None if no key of POSITIONS has a positive value."""
     text = config.get_text_config(decoder=True)
     return next(
         (longest for key in POSITIONS if isinstance(longest := getattr(text, key, None), int) and longest > 0), None

@@ -15,8 +15,8 @@ from lowmem.system.errors import Refused
 log = logging.getLogger(__name__)
 
 WIDER = "Type precision=bf16, bf16-true or bf16-master, which have the range of fp32."
-# Tolerance in multiples of a dtype's rounding error. A different order of summation changes a result by one or two
-# rounding errors, a different function by many more.
+# Tolerance in multiples of a dtype's rounding error. Another order of summation changes a result by one or two rounding
+# errors; another function changes it by many more.
 ROUNDINGS = 8
 # Minimum tolerance, relative to the largest value. Different kernels for the same function give results that differ by
 # less; different functions give results that differ by a hundred times more.

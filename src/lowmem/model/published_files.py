@@ -1,10 +1,10 @@
 """Compares published weight files with the model class that reads them: before the weights are loaded, or afterwards if
 loading has to download the files. `loading.py` and the planner call this module.
 
-transformers silently ignores tensors that its model class does not use, and a config may tie the head although the
-files contain a separate head. The header of a file, some kilobytes, contains the names, shapes and dtypes of the file's
-tensors. For the comparison, transformers itself loads tensors with these shapes on the meta device. So it renames
-tensors and merges experts as it does with real weights.
+transformers silently ignores tensors that the model class does not use, and a config may tie the head to the embedding
+although the files contain a separate head. The header of a file, some kilobytes, contains the names, shapes and dtypes
+of the file's tensors. For the comparison, transformers itself loads tensors with these shapes on the meta device. So it
+renames tensors and merges experts as it does with real weights.
 """
 
 import json

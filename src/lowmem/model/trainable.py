@@ -22,7 +22,8 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def parameters(model: nn.Module) -> int:
-    """Returns the number of parameters, including frozen parameters and the unpacked elements of `Packed` layers."""
+    """Returns the number of parameters, including frozen parameters. The matrix of a `Packed` layer counts with its
+    number of elements before quantization."""
     return sum(p.numel() for p in model.parameters()) + sum(packed(model))
 
 

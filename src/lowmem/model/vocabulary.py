@@ -82,7 +82,7 @@ def _by_token(model: PreTrainedModel) -> list[Tensor]:
 
 
 def _mean(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Returns the mean of the given rows in fp32, computed in pieces."""
+    """Returns the mean of the given rows in fp32. Sums at most SUMMED_AT_ONCE rows at once, to save memory."""
     blocks = torch.tensor(rows, device=tensor.device).split(SUMMED_AT_ONCE)
     return sum(tensor[block].float().sum(0) for block in blocks) / len(rows)
 

@@ -135,7 +135,8 @@ def _exit(message: str) -> NoReturn:
 
 def prepare(arguments: list[str]) -> list[str]:
     """Returns the arguments for Hydra: Hydra's flags, then the overrides of the earlier run or sweep that resume=,
-    evaluate=, export= or sweep.resume= names, then the typed overrides. The overrides are quoted for Hydra.
+    evaluate=, export= or sweep.resume= names, unless typed overrides replace them, then the typed overrides. The
+    overrides are quoted for Hydra.
 
     Raises:
         Refused: the arguments are wrong. (Errors that show only in the composed config are found later, by Hydra and

@@ -1,5 +1,5 @@
 """Locks the folder of a run, plan or sweep before anything is written to it. If the command ends before it has written
-any file besides Hydra's files, the folder is restored.
+any file besides Hydra's files, the folder is restored (except for a job of a sweep).
 
 Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes these
 files, locks the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. The folder

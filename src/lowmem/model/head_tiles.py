@@ -49,7 +49,7 @@ class ResidentHead(HeadSource):
         yield from zip(range(0, len(self.weight), columns), self.weight.split(columns), strict=True)
 
     def start_gradient(self) -> None:
-        """Allocates the gradient (V, H). Called before the first tile of a backward pass."""
+        """Allocates the gradient (V, H). The loss calls this method before the first tile of a backward pass."""
         self.gradient = torch.empty_like(self.weight)
 
     def add_product(self, first: int, d_logits: Tensor, rows: Tensor) -> None:

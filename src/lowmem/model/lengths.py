@@ -2,9 +2,10 @@
 
 Some models change their rotary embedding if the longest row of a call exceeds a length in their config. With
 `longrope`, Phi-3 changes the angles of all positions in a call if one position is beyond the original length. With
-dynamic NTK scaling, all angles depend on the longest row so far. With such an embedding, the result for a short
-document would depend on the other documents in its micro-batch. `depends_from` evaluates only the rotary embeddings,
-and only at single positions around each length that the config contains. So its cost does not grow with the length.
+dynamic NTK scaling, all angles depend on the longest row, which may belong to an earlier call. With such an embedding,
+the result for a short document would depend on the other documents in its micro-batch. `depends_from` evaluates only
+the rotary embeddings, and only at single positions around each length that the config contains. So its cost does not
+grow with the length.
 
 Other lengths in configs count tokens of a row: a sliding window, an attention chunk, a scale by position. A test must
 show that such a count restarts at each document. With a full row, the test (`packed_attention.py`) would cost as much

@@ -60,7 +60,7 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
     or ValueError, which training will raise again and report."""
     try:
         logits, changed = (_first_logits(model, row) for row in ((0, 1, 2), (0, 3, 4)))
-    except (RuntimeError, ValueError):
+    except (*FAILURES, ValueError):
         return False
     return bool((logits - changed).abs().max() > 1e-4 * logits.abs().max())
 

@@ -383,16 +383,16 @@ class CausalLM(LightningModule):
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> object:
         """Loads the weights of a checkpoint. The lower halves of split masters come from the checkpoint's "rests". If
         the model is sharded or the checkpoint is a folder, one weight is loaded at a time."""
-        if self.ranks.divides or isinstance(state_dict, CheckpointTensors):
-            by_name.load_weights(self, state_dict, self._rests)
-            self._rests = {}
-            return None
         held = dict(self.named_parameters())  # lists tied parameters once
         takes = self.masters is not None and self.masters.in_fp32
         in_halves = {name for name, p in held.items() if takes and p.dtype != torch.float32 and name in self._rests}
         for name, p in held.items() if takes else ():
             if name in state_dict and name not in in_halves:  # the master in the checkpoint may have more bits than `p`
                 p.data = p.data.to(torch.promote_types(p.dtype, state_dict[name].dtype))
+        if self.ranks.divides or isinstance(state_dict, CheckpointTensors):
+            by_name.load_weights(self, state_dict, self._rests)
+            self._rests = {}
+            return None
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         for name, rest in self._rests.items():
             if name not in in_halves:

@@ -13,6 +13,7 @@ from lowmem.config.instantiate import instantiate
 from lowmem.config.refusals import refused
 from lowmem.memory.ledger import optimizer_state
 from lowmem.offload.host_optimizer import HostOptimizer
+from lowmem.saving import by_name, checkpoint_folder
 from lowmem.saving.checkpoint import complete
 from lowmem.system.errors import Refused
 from lowmem.techniques.strategy.in_place import InPlace
@@ -154,6 +155,26 @@ def test_run_resumed_in_another_precision_starts_from_the_checkpoint_weights_in_
     there = saved(run)["state_dict"]
     assert summary["steps"] == 6 and {p.dtype for p in restored.values()} == {dtype}
     assert all(torch.equal(there[name].to(p.dtype), p) for name, p in restored.items())
+
+
+def test_masters_on_a_drive_restored_from_a_sharded_checkpoint_have_its_fp32_bits(fit, monkeypatch, tmp_path):
+    _, run = fit("precision=32", "strategy=fsdp", "devices=1")
+    (folder,) = (path for path in (run / "checkpoints").iterdir() if path.is_dir())
+    restored, start = {}, CausalLM.on_train_start
+
+    def look(self):
+        restored.update({name: self.full_precision(p).detach().clone() for name, p in self.named_parameters()})
+        start(self)
+
+    monkeypatch.setattr(CausalLM, "on_train_start", look)
+    streamed = ("weights=streamed", "gradient_checkpointing=every_layer", f"weights.drive={tmp_path}")
+    fit("precision=bf16-master", *streamed, f"resume={run}", "max_steps=6", folder="again")
+    _, tensors = checkpoint_folder.load(folder)
+    stored = tensors.under(by_name.WEIGHTS)
+    for name, found in restored.items():
+        wanted = torch.empty_like(found)
+        stored.read(name, wanted)
+        assert torch.equal(found, wanted), name
 
 
 @pytest.mark.parametrize("dtype", ["null", "bfloat16"])

@@ -77,7 +77,8 @@ class MasterWeights(Callback):
         moves the model to the device."""
         for name, p in module.named_parameters():  # a tied parameter is listed once
             if not p.requires_grad:
-                p.data = p.data.to(self.precision.dtype)
+                # without fp32 masters, weights were loaded in 16 bits, and frozen matrices of an adapter stay in fp32
+                p.data = p.data.to(self.precision.dtype) if self.in_fp32 else p.data
             elif p not in self.masters:
                 is_copied = p.dtype != torch.float32
                 self.masters[p] = master = self._new(name, p)

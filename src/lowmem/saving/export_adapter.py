@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem.config.typed_lines import CONF
 from lowmem.model.magnitude import Rounding
-from lowmem.model.trainable import Packed, trainable
+from lowmem.model.trainable import Packed
 from lowmem.saving import export as plain
 from lowmem.saving.export import ModelFolder, Weights
 from lowmem.system.errors import Refused
@@ -77,8 +77,9 @@ def export(
             _merge_later(network, weights)
             plain.export(network, folder._replace(dtype=folder.dtype or "float32"), weights)
             return
-        for _, p in trainable(network):
-            p.data = weights.full(p)
+        for _, p in parameters_of(network):
+            # PEFT multiplies frozen matrices, which masters round to 16 bits, by trained matrices in fp32
+            p.data = (full := weights.full(p)).to(torch.promote_types(full.dtype, torch.float32))
         network.cpu()  # because the merged model in fp32 may not fit on the card
         merge(network, getattr(torch, folder.dtype or "float32"))
         plain.export(network, folder._replace(dtype=None))

@@ -63,7 +63,7 @@ from lowmem.report import sample
 from lowmem.saving import checkpoint, gguf
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.freeze import freeze
-from lowmem.techniques.adapter.lora import base_dtype, has_frozen, load
+from lowmem.techniques.adapter.lora import base_dtype, has_frozen, load, parameters_of
 from lowmem.techniques.gradient_checkpointing.slices import Tiles
 from lowmem.techniques.loss.cross_entropy import Loss, as_loss
 from lowmem.techniques.optim.build import MakeOptimizer
@@ -332,7 +332,7 @@ def causal_lm(
         if with_positions(run.data.arguments):
             packed_attention.separate(network, compiled=run.compiles_blocks)
         choose_trained(run, network)
-        for p in network.parameters():
+        for p in {*network.parameters()} - {p for _, p in parameters_of(network)}:  # an adapter keeps its dtype
             p.data = p.data if p.requires_grad else p.data.to(dtype)
     if described.added is not None:
         vocabulary.check_trained(network, described.added)

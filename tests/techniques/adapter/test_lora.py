@@ -364,6 +364,19 @@ def test_run_resumed_after_its_adapter_folder_has_changed_has_the_bits_of_an_unb
     assert summary["trained_parameters"] == sum(p.numel() for p in one["state_dict"].values())
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [("bf16-master",), ("bf16-true",), ("bf16-sr", "weights=streamed", "gradient_checkpointing=every_layer")],
+    ids=lambda typed: typed[0],
+)
+def test_lora_with_frozen_matrices_trains_in_16_bits_and_its_export_is_merged(fit, precision):
+    summary, run = fit(
+        "adapter=lora", "freeze=['*lora_A*']", f"precision={precision[0]}", *precision[1:], "max_steps=1"
+    )
+    merged = load_file(run / "model" / "model.safetensors")
+    assert summary["steps"] == 1 and not any("lora" in name for name in merged)
+
+
 def test_resumed_run_with_frozen_matrices_of_an_adapter_folder_has_the_bits_of_an_unbroken_run(fit, tmp_path):
     theirs = network("gpt2", vocab_size=300, n_positions=256)
     LoRA(r=4)(theirs)

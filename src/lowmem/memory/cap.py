@@ -1,7 +1,8 @@
 """Implements memory.limit: the run ends with an out-of-memory error if it needs more device memory than this limit.
 
-On CUDA this module caps the caching allocator. On a CPU `StorageTracker` counts the live tensors of the device side
-after every operator, and ends the run if they exceed the limit. It does not count temporary memory inside an operator.
+On CUDA this module caps the caching allocator. On a CPU `StorageTracker` sums the bytes of the live tensors of the
+device side after every operator, and ends the run if the sum exceeds the limit. Temporary memory inside an operator is
+not included.
 """
 
 import math
@@ -15,11 +16,11 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool = True) -> int | None:
-    """Returns the number of bytes of a size such as '12GiB', '900MiB' or 12884901888, or None if `limit` is None.
+    """Converts a size such as '12GiB', '900MiB' or 12884901888 to bytes. Returns None if `limit` is None.
 
     Args:
         limit: the size.
-        key: the key that the user typed, for the error message.
+        key: the setting that has this value, for the error message.
         plain: True: a number without a unit is accepted as bytes.
 
     Raises:
@@ -56,7 +57,8 @@ def capped(limit: int | None, device: str) -> Iterator[None]:
 
 
 def _share(limit: int, total: int) -> float:
-    """Returns the fraction of the card's memory that torch converts back to at least `limit` bytes, or 1 if the limit
-    exceeds the memory. torch rounds down, and a cap that is one byte too small may prevent an allocation."""
+    """Returns `limit` as a fraction of the card's memory, or 1 if the limit exceeds the memory. torch multiplies the
+    fraction by the memory and rounds down, and a cap that is one byte too small may prevent an allocation. So the
+    fraction is rounded up if necessary."""
     share = min(1.0, limit / total)
     return share if int(share * total) >= limit else math.nextafter(share, 1.0)

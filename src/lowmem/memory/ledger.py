@@ -1,9 +1,9 @@
 """Defines the ledger, which assigns long-lived storages to categories (weights, gradients, ...) and sides (device,
 host, drive).
 
-The memory meter and the tracker count memory with the ledger. The side of a tensor follows from its role, not from
-`tensor.device`, so a run on a CPU shows the memory that a card would need. Bytes are counted per storage, so tied
-weights and views count once.
+The memory meter sums the ledger's bytes, and the tracker takes the categories of long-lived storages from the ledger.
+The side of a tensor follows from its role, not from `tensor.device`, so a run on a CPU shows the memory that a card
+would need. Bytes are counted per storage, so tied weights and views count once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,9 @@ Side = Literal["device", "host", "drive"]
 
 
 class Owner(NamedTuple):
-    """Tensors of one category on one side. `tensors` returns the current tensors, and is called at each measurement."""
+    """Tensors of one category on one side. `tensors` returns the tensors that exist at the time of the call. The ledger
+    calls `tensors` whenever it lists storages or sums bytes, but the memory meter caches some sums
+    (`MemoryMeter._held_bytes`)."""
 
     category: str
     side: Side
@@ -27,21 +29,24 @@ class Owner(NamedTuple):
 
 
 class OwnedStorage(NamedTuple):
-    """A storage that exists now, with its category and side."""
+    """A storage that existed when `Ledger.storages` was called, with its category and side."""
 
-    owner: Owner  # if several owners have the storage, the owner that was registered first
+    owner: Owner  # if several owners have this storage, the one that was registered first
     bytes: int
     storage: torch.UntypedStorage
 
 
 class Ledger:
-    """The owners of a run's long-lived tensors. All other tensors are activations and temporaries."""
+    """The owners of a run's long-lived tensors. The ledger does not count other tensors. While a tracker is active, it
+    also follows tensors without an owner: `tracker.belongs` gives some of them a category (for example tiles of the
+    head, and gradients on their way to the host), and the rest count as activations or as "other"."""
 
     def __init__(self) -> None:
         self.owners: list[Owner] = []
 
     def own(self, category: str, tensors: Callable[[], Iterable[Tensor]], side: Side = "device") -> None:
-        """Registers an owner. A storage counts for the first registered owner that has it. Args: see `Owner`."""
+        """Registers an owner. If several owners have a storage, it counts only for the one that was registered first.
+        Args: see `Owner`."""
         self.owners.append(Owner(category, side, tensors))
 
     def storages(self) -> dict[int, OwnedStorage]:
@@ -55,7 +60,7 @@ class Ledger:
         return by_key
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
-        """Returns the current bytes on one side, by category."""
+        """Returns category -> current bytes on one side."""
         total, seen = dict.fromkeys(HOST_CATEGORIES if side == "host" else CATEGORIES, 0), set()
         for owner in self.owners:
             counts = owner.side == side
@@ -84,8 +89,8 @@ def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters and buffers that have memory (are not on the meta device). Callers should keep the list,
-    because walking the modules takes longer than counting bytes."""
+    """Returns the parameters and buffers that are not on the meta device. Keep the list: walking the modules takes
+    longer than summing the bytes."""
     return [*parameters(module), *buffers(module)]
 
 
@@ -102,7 +107,8 @@ def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yields all tensors of the optimizer state, including tensors in nested containers (8-bit optimizers)."""
+    """Yields all tensors of the optimizer state, including tensors in nested dictionaries, lists and tuples (8-bit
+    optimizers have such state)."""
     todo = list(optimizer.state.values())  # a copy, here and below: the host thread may add state at the same time
     while todo:
         value = todo.pop()
@@ -115,6 +121,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def paged_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yields optimizer state in CUDA unified memory, which CUDA pages between card and host, outside of torch's
-    allocator."""
+    """Yields the optimizer state that is in CUDA unified memory. CUDA pages this memory between card and host, and
+    torch's allocator does not count it."""
     return (tensor for tensor in optimizer_state(optimizer) if getattr(tensor, "is_paged", False))

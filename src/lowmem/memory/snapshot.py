@@ -24,11 +24,11 @@ EVENTS = 200_000  # number of events in the ring buffer: a few steps of a large 
 @contextmanager
 def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
     """Context manager that records allocations. Writes a snapshot if the device runs out of memory, and with `stacks`
-    also if the run succeeds. Does nothing on a CPU.
+    also if the `with` block succeeds. A no-op on a CPU.
 
     Args:
         folder: the snapshot's folder.
-        stacks: record Python stacks, and write the snapshot even if the run succeeds.
+        stacks: record Python stacks, and write the snapshot even if the block succeeds.
         device: the type of the device, cpu or cuda.
     """
     if device != "cuda":
@@ -51,7 +51,7 @@ def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
 def _dump(file: Path) -> None:
     try:
         torch.cuda.memory._dump_snapshot(str(file))
-    except OSError as error:  # not raised, because it would hide the error that ended the run
+    except OSError as error:  # logged and not raised, because it would hide the error that ended the run
         log.info(f"The memory snapshot {file} could not be written: {error.strerror}.")
         return
     page = str(file.with_suffix(".html"))

@@ -1,11 +1,12 @@
-"""Tracks when storages are created and freed, as a list of events, and reconstructs live bytes by category. The memory
-meter tracks some steps of a run, and the planner tracks a traced run on fake tensors.
+"""Records when storages are created and freed, and computes from these events the live bytes by category. The memory
+meter tracks some steps of a run, or all steps if memory.limit is set on a CPU. The planner tracks a traced run on fake
+tensors.
 
 A `TorchDispatchMode` sees the outputs of each operator in the thread that starts tracking, in autograd's threads and in
-the threads of micro-batches. The link's host thread is not tracked; the ledger counts its tensors. A weak reference
-reports when a storage is freed. The category of a storage is often known only later (a gradient is an ordinary tensor
-until backward stores it in `p.grad`), so events are recorded with serial numbers, and bytes are summed by category at
-the end:
+the threads of micro-batches. Operators in the link's host thread are not seen; the ledger counts the tensors of this
+thread that have an owner. A weak reference reports when a storage is freed. The category of a storage is often known
+only later: a gradient is an ordinary tensor until backward stores it in `p.grad`. So each event has the serial number
+of its storage, and bytes are summed by category at the end:
 
     operator output    event (phase, serial, +bytes)       `see`
     storage freed      event (phase, serial, -bytes)       weak reference
@@ -53,8 +54,8 @@ _active: list["StorageTracker"] = []
 
 
 class _Thread(threading.local):
-    """Per-thread state, so that `host_side` in the host thread does not affect tensors that another thread creates at
-    the same time."""
+    """State per thread: `host_side` in the host thread must not affect tensors that another thread creates at the same
+    time."""
 
     on_host = False  # True: tensors that the thread creates count as host memory
 
@@ -63,8 +64,8 @@ _thread = _Thread()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
-    """Tells all active trackers the category and the side of a tensor. Args: side: "device" or "host", where the tensor
-    is in a run on a card."""
+    """Tells all active trackers the category and the side of a tensor. Args: side: "device" or "host": where the tensor
+    would be in a run on a card."""
     for tracker in _active:
         tracker.own(tensor, Owner(category, side, tuple))
 
@@ -77,8 +78,8 @@ def see(out: object) -> None:
 
 
 def _begin(tracker: "StorageTracker") -> None:
-    """Activates a tracker. The first active tracker also patches `UntypedStorage.resize_`: fully_shard frees gathered
-    weights with this method, which is not an operator."""
+    """Activates a tracker. If no other tracker is active, also patches `UntypedStorage.resize_`, because fully_shard
+    frees gathered weights with this method, which is not an operator."""
     if not _active:
         UntypedStorage.resize_ = _resize
     _active.append(tracker)
@@ -117,7 +118,7 @@ class StorageTracker(TorchDispatchMode):
     Args:
         known: the ledger's storages when tracking starts.
         limit: maximum bytes of the device side; None: no limit.
-        device: the type of the device if it has separate memory, such as "cuda"; new storages on other devices then
+        device: the device type, such as "cuda", if the device has its own memory; new storages on other devices then
             count as host memory. None: the CPU computes.
 
     Raises:
@@ -188,7 +189,7 @@ class StorageTracker(TorchDispatchMode):
             )
 
     def _follow(self, storage: UntypedStorage) -> int:
-        """Assigns a serial number to a storage, returns the number, and records an event when the storage is freed.
+        """Assigns a serial number to a storage and returns the number. When the storage is freed, an event is recorded.
         Serial numbers are unique, whereas a new storage may have the key of a freed storage."""
         key, serial, size = storage_key(storage), len(self._references), storage.nbytes()
         self._live[key] = serial
@@ -208,7 +209,7 @@ class StorageTracker(TorchDispatchMode):
             self.now -= size if self._side(serial) == "device" else 0
 
     def resized(self, storage: UntypedStorage) -> None:
-        """Records that a storage was resized: its old memory was freed, and new memory was created."""
+        """Records that a storage was resized, as two events: the old memory was freed, and new memory was created."""
         serial = self._live.get(storage_key(storage))
         if serial is None:
             self._see(storage)
@@ -230,21 +231,23 @@ class StorageTracker(TorchDispatchMode):
         self._owner[serial] = owner
 
     def settle(self, known: Mapping[int, OwnedStorage]) -> None:
-        """Assigns the ledger's categories to storages that exist now. The memory meter calls this after backward, for
-        gradients, and after the step, for optimizer state. Args: known: the ledger's storages."""
+        """Assigns the ledger's categories and sides to storages that exist now. The memory meter calls this method
+        after backward, when gradients exist, and after the step, when optimizer state exists. Args: known: the ledger's
+        storages."""
         for key, owned in known.items():
             if key in self._live:
                 self._own(self._live[key], owned.bytes, owned.owner)
 
     def timeline(self) -> Iterator[Point]:
         """Yields the live bytes at the start of tracking and after every event, including storages that existed before
-        tracking. A storage without an owner counts as "activations", or as "other" if the optimizer step created it."""
+        tracking. A storage without an owner counts as "other" if it was created in the phase "step", otherwise as
+        "activations"."""
         now, host, unowned = dict(self.base), self.host_base, {}  # unowned: serial -> category
         yield Point(self.events[0][0] if self.events else self.phase, dict(now), host)
         for phase, serial, size in self.events:
             owner = self._owner.get(serial)
             if self._side(serial) == "host":
-                host = host | {owner.category: host[owner.category] + size}  # a copy, since points share the dictionary
+                host = host | {owner.category: host[owner.category] + size}  # a copy: earlier points share the old one
             elif self._side(serial) == "device":
                 assumed = unowned.setdefault(serial, "other" if phase == "step" else "activations")
                 now[owner.category if owner else assumed] += size
@@ -263,14 +266,15 @@ class StorageTracker(TorchDispatchMode):
         return sum(self._side(serial) == "device" for serial, _ in (*self._before, *earlier))
 
     def host_sizes(self, category: str) -> list[int]:
-        """Returns the sizes in bytes of all storages of a category that were created on the host side."""
+        """Returns the sizes in bytes of all storages of a category that were created on the host side during
+        tracking."""
         mine = {s for s, owner in self._owner.items() if owner.side == "host" and owner.category == category}
         return [size for _, serial, size in self.events if serial in mine and size > 0]
 
 
 class ToldTracker(StorageTracker):
-    """A tracker that is not activated as a dispatch mode. Instead, the fake tensor mode of a trace passes the outputs
-    of each operator to `see`, which takes half the time of two nested modes."""
+    """A tracker that is not a dispatch mode while it is active. Instead, the fake tensor mode of a trace passes the
+    outputs of each operator to the function `see`. This takes half the time of two nested modes."""
 
     def __enter__(self):
         _begin(self)
@@ -281,7 +285,7 @@ class ToldTracker(StorageTracker):
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:
-    """Returns phase -> the point of this phase with the most device bytes."""
+    """Returns phase -> the point in this phase with the most device bytes."""
     best: dict[str, Point] = {}
     for point in points:
         if point.phase not in best or point.total > best[point.phase].total:
@@ -290,8 +294,8 @@ def highest(points: Iterable[Point]) -> dict[str, Point]:
 
 
 def thinned(points: Iterable[Point], count: int) -> Iterator[Point]:
-    """Thins a timeline to about `MOST` points: yields the highest point of each group of consecutive points of a phase,
-    so that the peak of each phase stays exact.
+    """Thins a timeline to about `MOST` points. Consecutive points of a phase form groups, and the point with the most
+    device bytes of each group is kept, so the peak of each phase stays exact.
 
     Args:
         points: the timeline.

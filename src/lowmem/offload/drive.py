@@ -1,28 +1,28 @@
 """Swaps masters and optimizer state between host memory and files on a drive, for `StreamedWeights` (`streamed.py`).
 
-With weights.drive_holds=all the 16-bit weights of the blocks are stored on the drive too. The host updates each weight
-once per window, and the order of the updates repeats in every window. So adjacent weights of a block share a swap file.
-There are two kinds of swap files: masters with optimizer state, and 16-bit weights. One swap file of each kind is
-pinned (kept in memory) while the host thread updates the weights of that file:
+With weights.drive_holds=all the 16-bit weights of the blocks are stored on the drive, too. There are two kinds of swap
+files: masters with optimizer state, and 16-bit weights. The host updates each trained weight once per window, usually
+in the order of the previous window, so adjacent weights of a block share a swap file. In this module a swap file is
+"pinned" while its tensors are kept in memory. One swap file of each kind is pinned while the host updates its weights:
 
     previous file    being written        its buffer is reused once the write is complete
-    pinned file      tensors in memory    the host thread updates the weights of this file
-    next files       being read ahead     predicted from the order of the last window
+    pinned file      tensors in memory    the host updates the weights of this file
+    next files       being read ahead     predicted: the files that were pinned next the last time
 
     SwapFile     the tensors of a group of weights, and their file
     SwapFiles    all swap files of one kind; pins, reads and writes the files, and limits the memory for buffers
     OnDrive      the swap files of a model, of both kinds: masters with optimizer state, and 16-bit weights
 
 A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file. A
-checkpoint reads swapped tensors from the drive through this view. Reads and writes run in the threads of the `Drive`
-(`system/scratch_file.py`). During training the host thread of `link.py` pins the swap files. The threads that run
-forward and backward passes also access the swap files, for example to copy a block's weights to the device, so each
-`SwapFiles` has a lock.
+checkpoint reads swapped tensors from the drive through this view. Other reads and writes run in the threads of the
+`Drive` (`system/scratch_file.py`). During training on a card the host thread of `link.py` pins the swap files. The
+threads that run forward and backward passes look up the 16-bit weights of blocks in the swap files, so each `SwapFiles`
+has a lock.
 
-With 8-bit optimizer state and split masters (bf16) the drive stores 4.03 of the 6.03 bytes per parameter. Each
-optimizer step reads 4.03 bytes per parameter and writes 4.03 bytes. These accesses take no extra time if the drive is
-faster than the optimizer on the host, but writing wears the drive (docs/drive.md says how much). Source: Rajbhandari et
-al. 2021, arXiv 2104.07857, who move 12 to 16 bytes per parameter in each direction.
+With 8-bit optimizer state and split masters (bf16), a streamed parameter takes 6.03 bytes, and the drive stores 4.03 of
+them. Each optimizer step reads 4.03 bytes per parameter and writes 4.03 bytes. These accesses take no extra time if the
+drive is faster than the optimizer on the host, but writing wears the drive (docs/drive.md says how much). Source:
+Rajbhandari et al. 2021, arXiv 2104.07857, who move 12 to 16 bytes per parameter in each direction.
 """
 
 import errno
@@ -44,32 +44,32 @@ from lowmem.system.scratch_file import PAGE, PIECE, THREADS, Drive, Moving, Scra
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 
 BOUNCE = THREADS * PIECE  # bytes; size of the buffer through which new tensors are written to a file
-# Approximate number of swap files for the masters and optimizer state of a block. Fewer files need larger buffers; each
-# file takes two file descriptors.
+# Approximate number of swap files for the masters and optimizer state of a block. Fewer files need larger buffers, and
+# more files need more file descriptors (two per file).
 PARTS = 4
 # The masters and optimizer state of a block's smallest weights, which together have at most this share of the block's
 # elements, stay in memory and are not swapped.
 SMALL = 0.01
-BLOCK, WEIGHTS = "block", "weights"  # the `Key` of a block's 16-bit weights
+BLOCK, WEIGHTS = "block", "weights"  # together the `Key` of a block's 16-bit weights
 MASTERS = ("master", "rest")  # names of the tensors that `HostWeight.master_tensors` returns
 
-Key = tuple[str, str]  # (the weight's name, the tensor's name)
+Key = tuple[str, str]  # (the weight's name, the tensor's name), such as ("lm_head.weight", "master")
 
 
 class Sizes(NamedTuple):
     """Sizes of the data on a drive, in bytes."""
 
-    tensors: int = 0  # tensors on the drive instead of in host memory
-    files: int = 0  # the files, which are padded to full pages
+    tensors: int = 0  # tensors that are on the drive instead of in host memory
+    files: int = 0  # the files; each tensor in a file is padded to full pages
     room: int = 0  # memory limit of the buffers (`SwapFiles._room`)
-    stepped: int = 0  # part of `files` that each optimizer step reads and writes: all except frozen weights
-    masters: int = 0  # part of `tensors`: master weights, or their lower halves
-    weights: int = 0  # part of `files`: 16-bit weights
+    stepped: int = 0  # part of `files` that each optimizer step reads and writes: all but weights of frozen blocks
+    masters: int = 0  # part of `tensors`: masters, or their lower halves
+    weights: int = 0  # part of `files`: 16-bit weights of blocks
 
 
 def goes_to_drive(tensor: object) -> bool:
-    """Returns True if a master, or a value of the optimizer state, is a tensor of at least one page. Such tensors are
-    swapped; numbers, smaller tensors and quantized tensors stay in memory."""
+    """Returns True if an object is a plain tensor of at least one page. Smaller tensors, quantized tensors and values
+    that are not tensors stay in memory."""
     # a quantized tensor wraps several tensors
     if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
         return False
@@ -77,8 +77,8 @@ def goes_to_drive(tensor: object) -> bool:
 
 
 class SwapFileEntry(NamedTuple):
-    """The location of a tensor on the drive: `nbytes` bytes from offset `start` in a file. Any thread can read the
-    tensor; `Registered` copies the tensor to the device."""
+    """The location of a tensor on the drive: `nbytes` bytes from offset `start` in a file. `Registered` copies the
+    tensor to the device. Any thread may call `read`."""
 
     file: ScratchFile
     start: int
@@ -88,7 +88,7 @@ class SwapFileEntry(NamedTuple):
         """Reads bytes of the tensor into a buffer.
 
         Args:
-            start: offset of the first byte in the tensor.
+            start: offset of the first byte in the tensor, a multiple of the page size.
             into: (bytes,), page-aligned; its size is a multiple of the page size, since the last page is read in full.
 
         Raises:
@@ -99,16 +99,16 @@ class SwapFileEntry(NamedTuple):
 
 
 class SwapFile:
-    """Some tensors, and the file to which they are swapped. The tensors are either masters and optimizer state, or the
-    16-bit weights of a block as one flat tensor. The masters and optimizer state belong to some weights of a block, or
-    to one large weight outside the blocks. After `store`, the data of each tensor is a view either of the buffer
-    `memory` or of the memory-mapped file. Swapping changes only the data, so the Python object of a tensor stays valid.
+    """Some tensors, and the file to which they are swapped. The tensors are either the 16-bit weights of a block, as
+    one flat tensor, or masters and optimizer state: of some weights of a block, or of one large weight outside the
+    blocks. Once `store` has written a tensor, the tensor's data is a view either of the buffer `memory` or of the
+    memory-mapped file. Swapping changes only the data, so the Python object of a tensor stays valid.
 
     Args:
         drive: creates the file. If None, only sizes are computed.
-        single_weight: the file is for one large weight, so the file is unpinned as soon as this weight has been
+        single_weight: True: the file is for one large weight, so the file is unpinned as soon as this weight has been
             updated.
-        stepped: each optimizer step changes the file.
+        stepped: True: each optimizer step changes the file.
         ahead: number of files to read ahead while this file is pinned.
     """
 
@@ -118,7 +118,7 @@ class SwapFile:
         # `size` is the file size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the first
         # address of the memory map.
         self.drive, self.size = drive, PAGE
-        # (bytes,): buffer with the contents of the file, from the start of a read until `leave`
+        # (bytes,): buffer for the contents of the file, from the start of a read until `leave`; None: no buffer
         self.memory: Tensor | None = None
         self._file: ScratchFile | None = None
         self._tensors: dict[Key, Tensor] = {}
@@ -130,8 +130,8 @@ class SwapFile:
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Adds a tensor, or replaces the tensor that has this key, for example after the optimizer has created a new
-        tensor. A tensor with the shape and dtype of the old tensor is copied into `memory`, unless the tensor already
-        is a view of `memory`. `store` writes all other tensors."""
+        tensor. If the file already has a place for the key, with this shape and dtype, the tensor is copied into
+        `memory`, unless the tensor already is a view of that place. Otherwise the next `store` writes the tensor."""
         self._tensors[key], place = tensor, self._places.get(key)
         if place is None:
             return
@@ -143,15 +143,17 @@ class SwapFile:
 
     @property
     def grown(self) -> int:
-        """Returns the size in bytes that the file needs for all tensors."""
+        """Returns the size in bytes that the file needs for all tensors, including tensors that `store` has not written
+        yet."""
         return self.size + sum(pages(t.nbytes) for key, t in self._tensors.items() if key not in self._places)
 
     def store(self, bounce: Tensor) -> None:
-        """Writes the tensors that are not in the file yet, one by one, and makes all tensors views of the file. The
-        optimizer state that the first step creates therefore needs no second copy in memory.
+        """Writes the tensors that are not in the file yet, and makes all tensors views of the file. The tensors are
+        written one by one through a small buffer, so the optimizer state that the first step creates needs no second
+        copy in memory.
 
         Args:
-            bounce: (bytes,), a page-aligned buffer.
+            bounce: (bytes,), a page-aligned buffer of full pages.
 
         Raises:
             OSError: a write failed.
@@ -193,13 +195,13 @@ class SwapFile:
 
     def wait(self) -> None:
         """Waits until the read or write in progress is complete. Raises: OSError: the read or write failed."""
-        moving, self._moving = self._moving, None  # an error is raised once
+        moving, self._moving = self._moving, None  # cleared first: a later call must not raise the same error
         if moving is not None:
             moving.result()
 
     def bind(self) -> None:
-        """Makes all tensors views of `memory`, or does nothing if there is no buffer. Call this after the file has been
-        read."""
+        """Makes all tensors of the file views of `memory`. A no-op if there is no buffer. Call this method after the
+        file has been read."""
         if self._bound or self.memory is None:
             return
         for key, place in self._places.items():
@@ -207,15 +209,15 @@ class SwapFile:
         self._bound = True
 
     def leave(self) -> Tensor:
-        """Makes all tensors views of the file, and returns the buffer, which no tensor uses any more."""
+        """Makes all tensors of the file views of the memory map, and returns the buffer, which is then unused."""
         for key in self._places if self._bound else ():
             self._tensors[key].data = self._mapped[key]
         memory, self.memory, self._bound = self.memory, None, False
         return memory
 
     def entry(self, key: Key) -> SwapFileEntry:
-        """Waits for the write in progress, and returns a tensor's location in the file. Raises: OSError: the write
-        failed."""
+        """Waits for the read or write in progress, and returns a tensor's location in the file. Raises: OSError: the
+        read or write failed."""
         self.wait()
         place = self._places[key]
         return SwapFileEntry(self._file, place.start, place.size)
@@ -225,7 +227,7 @@ class SwapFile:
 
     @property
     def masters(self) -> int:
-        """Returns the bytes of the masters, or of their lower halves."""
+        """Returns the size in bytes of the masters, or of their lower halves."""
         return sum(tensor.nbytes for (_, name), tensor in self._tensors.items() if name in MASTERS)
 
     def mapped(self) -> Iterable[Tensor]:
@@ -241,7 +243,7 @@ class SwapFiles:
     """Swap files of one kind. While one file is pinned, the previous file is written and the next files are read.
 
     Args:
-        drive: stores the files. If None, only `sizes` is used.
+        drive: stores the files. If None, nothing is stored: `new` and `put` only collect the tensors for `sizes`.
     """
 
     def __init__(self, drive: Drive | None) -> None:
@@ -258,17 +260,14 @@ class SwapFiles:
         """Creates a swap file.
 
         Args:
-            single_weight: the file is for one large weight, and is unpinned as soon as the weight has been updated.
-            stepped: each optimizer step changes the file.
-            ahead: number of files to read ahead while this file is pinned.
+            single_weight, stepped, ahead: see `SwapFile`.
         """
         self._every.append(swap_file := SwapFile(self.drive, single_weight, stepped, ahead))
         return swap_file
 
     def pin(self, swap_file: SwapFile) -> None:
-        """Reads a swap file into memory, and starts to read the next files. The swap file stays in memory at least
-        until it is unpinned, which happens at the latest when another file is pinned. Raises: DriveFailed: a read or
-        write failed."""
+        """Reads a swap file into memory, pins it, and starts to read the next files. Pinning a file unpins the file
+        that was pinned before. Raises: DriveFailed: a read or write failed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 return
@@ -288,12 +287,12 @@ class SwapFiles:
                     break
 
     def put(self, swap_file: SwapFile, weight: str, tensors: Mapping[str, object]) -> None:
-        """Adds the tensors of a weight to its swap file. A swap file with a single weight is then unpinned.
+        """Adds the tensors of a weight to its swap file. Then unpins the swap file if it is for a single weight.
 
         Args:
             swap_file: the weight's swap file. It must be pinned, unless there is no drive and only sizes are computed.
-            weight: the weight's name.
-            tensors: name -> tensor. Values that `goes_to_drive` rejects are ignored.
+            weight: the weight's name, or BLOCK for the 16-bit weights of a block.
+            tensors: name -> tensor. Values for which `goes_to_drive` returns False are ignored: they stay in memory.
 
         Raises:
             DriveFailed: a read or write failed.
@@ -307,8 +306,8 @@ class SwapFiles:
                     self._unpin()
 
     def entry(self, swap_file: SwapFile, weight: str, name: str) -> SwapFileEntry:
-        """Waits until the last update of a tensor is written, and returns the tensor's location on the drive. Unpins
-        the tensor's swap file if it is pinned. Raises: DriveFailed: a read or write failed."""
+        """Returns a tensor's location on the drive, after its last update has been written. Unpins the tensor's swap
+        file if it is pinned. Raises: DriveFailed: a read or write failed."""
         with self._lock, failures_told(self.drive), host_side():
             if swap_file is self._now:
                 self._unpin()
@@ -323,8 +322,8 @@ class SwapFiles:
                 swap_file.wait()
 
     def check(self) -> None:
-        """Reads all files once, before a checkpoint reads the mapped memory, where a read error would kill the process.
-        Raises: DriveFailed: a file cannot be read."""
+        """Reads all files once. Call this method before a checkpoint reads the memory-mapped files: a read error in
+        mapped memory would kill the process. Raises: DriveFailed: a file cannot be read."""
         with self._lock, failures_told(self.drive):
             for swap_file in self._every:
                 swap_file.check()
@@ -345,7 +344,8 @@ class SwapFiles:
 
     @property
     def sizes(self) -> Sizes:
-        """Returns the sizes that the files will have when all tensors have been written."""
+        """Returns the sizes that the files will have when all tensors have been written. `weights` is 0, because only
+        `OnDrive` knows the kind of these files."""
         sizes = {swap_file: swap_file.grown for swap_file in self._every if swap_file.tensors()}
         return Sizes(
             sum(tensor.nbytes for tensor in self.tensors()),
@@ -358,8 +358,8 @@ class SwapFiles:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _unpin(self) -> None:
-        """Starts to write the buffer of the pinned swap file. If the file has new tensors, writes them before this
-        method returns. A no-op if no file is pinned."""
+        """Unpins the pinned swap file, and starts to write its buffer. If the file has new tensors, this method also
+        writes them, and returns when they are written. A no-op if no file is pinned."""
         swap_file, self._now = self._now, None
         if swap_file is None:
             return
@@ -379,10 +379,10 @@ class SwapFiles:
         Args:
             swap_file: the file to read.
             waits: True: the file is needed now, so wait if necessary until another file has been written and its buffer
-                can be reused. False: read the file ahead, but only if a buffer is available now.
+                can be reused. False: read the file ahead, but only if a buffer is available immediately.
 
         Returns:
-            False if the file was not read because no buffer is available.
+            False if no buffer is available, otherwise True.
         """
         if swap_file.size == PAGE:
             return True
@@ -396,8 +396,9 @@ class SwapFiles:
         return True
 
     def _memory(self, swap_file: SwapFile, waits: bool) -> Tensor | None:
-        """Returns a buffer for a file. Releases other files, the oldest first, until the buffer fits into the memory
-        limit. Returns None if it does not fit; if `waits` is True, the buffer may exceed the limit instead. Args:
+        """Returns a buffer for a file: an unused buffer of equal size, or a new buffer. Before a new buffer is
+        allocated, unused buffers are freed and other files are released, the oldest first, until the new buffer fits
+        into the memory limit. If it still does not fit, returns None, or exceeds the limit if `waits` is True. Args:
         waits: see `_bring`."""
         size = swap_file.size
         # A new buffer for a large weight replaces all other buffers: the weight's first update creates optimizer state
@@ -423,7 +424,7 @@ class SwapFiles:
     def _room(self, sizes: Mapping[SwapFile, int]) -> int:
         """Returns the memory limit of all buffers together, in bytes. The limit has room for the file of the largest
         single weight, or for neighboring files, whichever is larger. Neighboring files are the file that is being
-        written, the pinned file, and the files that are read ahead. Args: sizes: size of each file."""
+        written, the pinned file, and the files that are read ahead. Args: sizes: file -> size in bytes."""
         row = [swap_file for swap_file in sizes if not swap_file.single_weight]
         largest = max((size for swap_file, size in sizes.items() if swap_file.single_weight), default=0)
         for first, swap_file in enumerate(row):
@@ -444,13 +445,14 @@ class SwapFiles:
 
 
 class OnDrive:
-    """Stores masters and optimizer state of streamed weights on a drive; `StreamedWeights` calls the methods.
+    """Stores masters and optimizer state of streamed weights on a drive, and optionally the 16-bit weights of blocks.
+    `StreamedWeights` calls the methods.
 
     Args:
-        drive: stores the files. If None, only `sizes` is used.
+        drive: stores the files. If None, nothing is stored: `put` and `put_weights` only collect tensors for `sizes`.
         blocks: the streamed weights of each block.
         edges: large weights outside the blocks (embedding and head).
-        weights_too: also store the blocks' 16-bit weights, one flat tensor per block.
+        weights_too: True: also store the blocks' 16-bit weights, one flat tensor per block.
     """
 
     def __init__(
@@ -463,15 +465,15 @@ class OnDrive:
         for block in blocks:
             divided = parts(block)
             for part in divided:
-                # the swap files of a block are pinned one right after the other, so read a full block ahead
+                # the swap files of a block are pinned in quick succession, so read as many files ahead as a block has
                 self._masters_of |= dict.fromkeys(part, self._masters.new(ahead=len(divided)))
             if weights_too:
                 trained = any(p.requires_grad for p in block)
                 self._weights_of |= dict.fromkeys(block, self._weights.new(stepped=trained))
 
     def pin(self, p: Tensor) -> None:
-        """Reads the swap files of a weight into memory, so that the host can update the weight. Raises: DriveFailed: a
-        read or write failed."""
+        """Pins the swap files of a weight, so that the host can update the weight. A no-op for a weight without swap
+        files. Raises: DriveFailed: a read or write failed."""
         if p in self._weights_of:
             self._weights.pin(self._weights_of[p])
         if p in self._masters_of:
@@ -519,9 +521,9 @@ class OnDrive:
 
 
 def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divides the large weights of a block, in order, into groups that share a swap file. The number of elements of a
-    group is at most the larger of two numbers: the elements of the largest weight, and a quarter of the block's
-    elements."""
+    """Divides the large weights of a block, in order, into groups; the weights of a group share a swap file. A group
+    has at most as many elements as the block's largest weight, or 1 / PARTS of the block's elements if that is more.
+    The smallest weights (see SMALL) are in no group."""
     ascending = sorted(block, key=Tensor.numel)
     up_to = accumulate(p.numel() for p in ascending)  # elements of a weight and of all smaller weights
     total = sum(p.numel() for p in block)
@@ -540,7 +542,7 @@ def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @contextmanager
 def failures_told(drive: Drive) -> Iterator[None]:
-    """Context manager that converts an `OSError` of the drive into a `DriveFailed` with advice."""
+    """Context manager that converts an `OSError` of the drive into a `DriveFailed` whose message says what to type."""
     try:
         yield
     except OSError as error:

@@ -1,12 +1,15 @@
-"""Stores the streamed weights of one block in a flat buffer in host memory, in the order of the parameters.
-`StreamedWeights` (`streamed.py`) creates the buffers, also for an embedding or a head (`Edge`).
+"""Stores the streamed weights of one block in a flat buffer in host memory. `StreamedWeights` (`streamed.py`) creates
+the buffers, also for an embedding or a head (`Edge`).
 
-A flat buffer needs only one copy to the device, and one call to pin its memory. The thread that runs forward or
+One call pins a flat buffer, and a pinned buffer of a block is copied to the device in one piece. (Memory that cannot be
+pinned is copied in several pieces, and an `Edge` copies rows or tiles.) On a card, the thread that runs forward or
 backward requests copies from the buffer, and the host thread of `link.py` updates the weights in place. Each of these
 two threads waits for the other:
 
-    before a copy       wait until the host thread has done all queued updates    `wait_for_updates`
-    before an update    wait until the last copy is complete                      `last_copy`
+    before a copy       wait until the host thread has done the buffer's queued updates    `wait_for_updates`
+    before an update    wait until the last copy is complete                               `last_copy`
+
+On a CPU the thread that computes also updates the weights, immediately, so no update is queued.
 """
 
 from collections.abc import Sequence
@@ -39,8 +42,8 @@ class Span(NamedTuple):
 
 
 class HostBlock:
-    """Host memory for the weights of one block, or for the weight of an `Edge`. Args: weights: parameters whose data is
-    copied into the buffer."""
+    """Host memory for the weights of one block, or for the weight of an `Edge`. Args: weights: parameters, and buffers
+    of `Packed` layers; their data is copied into the flat buffer, in this order."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.spans: dict[Tensor, Span] = {}
@@ -49,9 +52,13 @@ class HostBlock:
             start = -(-end // ALIGNED) * ALIGNED
             self.spans[p] = Span(start, p.shape, p.dtype)
             end = start + self.spans[p].size
-        self.updates: list[Future[None]] = []  # updates that were queued since the last `wait_for_updates`
+        # Updates that were queued since the last `wait_for_updates`. The thread that queues an update appends to the
+        # list: the training thread after backward; for early updates autograd's thread, or the micro-batch's thread
+        # with weights.order=by_layer. The list stays empty on a CPU.
+        self.updates: list[Future[None]] = []
         self.last_copy: Mark | None = None  # reached when the last copy from this buffer is complete
-        # number of updates of single weights, including queued updates; a copy made at a lower number is out of date
+        # Number of updates so far: one per weight and step, counted when the update is queued. A copy to the device
+        # that was made at a lower number is out of date.
         self.steps = 0
         with host_side(), torch.no_grad():
             # the flat buffer of a block is swapped to the drive if weights.drive_holds=all
@@ -65,13 +72,13 @@ class HostBlock:
         return self.spans[p].within(self.flat)
 
     def within(self, buffer: Tensor) -> dict[Tensor, Tensor]:
-        """Returns weight -> a view of `buffer`. Args: buffer: (bytes,), on any device, with the layout of `flat`."""
+        """Returns weight -> its view of `buffer`. Args: buffer: (bytes,), on any device, with the layout of `flat`."""
         return {p: span.within(buffer) for p, span in self.spans.items()}
 
     def wait_for_updates(self) -> None:
-        """Blocks until the host thread has done all queued updates of this buffer. Raises the error of an update that
-        failed."""
-        updates, self.updates = self.updates, []  # cleared first, so that an error is raised only once
+        """Blocks until the host thread has done all queued updates of this buffer. If updates failed, raises the error
+        of one of them."""
+        updates, self.updates = self.updates, []  # cleared first: a later call must not raise the same errors
         for update in wait(updates).done:
             update.result()
 
@@ -79,6 +86,7 @@ class HostBlock:
 def nowhere(p: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Returns a placeholder for a weight whose data is stored elsewhere: a single NaN, expanded to the weight's shape.
     Code that reads the weight too early or too late gets NaN instead of a plausible number. Integer dtypes (packed
-    4-bit weights) have no NaN, so their placeholder is 0; the floating-point scales of such weights get NaN."""
+    4-bit weights) have no NaN, so their placeholder is 0. The scales of packed weights are floating-point, so their
+    placeholder is NaN."""
     missing = torch.nan if dtype.is_floating_point else 0
     return torch.full((), missing, dtype=dtype, device=device).expand(p.shape)

@@ -1,11 +1,11 @@
 """Measures memory in every phase of every optimizer step, and writes memory.csv and logger metrics.
 
-    every phase          resident memory of the process (RSS) and its peak; bytes of the ledger (weights, gradients,
-                         optimizer state) at the end of the phase; on CUDA the caching allocator's statistics
-    sampled steps        live tensor bytes by category (`StorageTracker`): the first 3 steps of a run or a resume, every
-                         `every`-th step; in an evaluation the first batch of each validation set, and the work after
-                         the last batch
-    end of each step     bytes on a drive, and bytes that the step has read and written there
+    every phase          resident memory of the process (RSS) and its peak; bytes of the ledger's device side (weights,
+                         gradients, optimizer state) at the end of the phase; on CUDA the caching allocator's statistics
+    sampled steps        live tensor bytes by category (`StorageTracker`). Sampled are the first 3 steps of a run or a
+                         resume, and every `every`-th step; in an evaluation the first batch of each validation set, and
+                         the work after the last batch
+    end of each step     if a drive is used, the bytes on it, and the bytes that the step has read and written there
 
 The peak counters of the process and of CUDA are global; only this meter may reset them.
 """
@@ -29,7 +29,7 @@ from lowmem.system.units import CATEGORIES, GIB
 log = logging.getLogger(__name__)
 
 CUDA_COLUMNS = ("allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "retries", "ooms")
-# column that is logged for each phase -> the memory that it describes, "host" or "device"
+# columns that are logged for each phase -> "host" or "device", the memory that the column describes
 SIDES = {"rss_peak_bytes": "host"}
 SIDES |= dict.fromkeys(("held_bytes", "live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes"), "device")
 DRIVE_COLUMNS = ("drive_bytes", "drive_read_bytes", "drive_written_bytes")
@@ -39,7 +39,7 @@ COLUMNS = (
     "host_tensor_bytes",
     *DRIVE_COLUMNS,
     *CUDA_COLUMNS,
-    "device_percent",  # the device's peak in percent of the card's memory, or of memory.limit
+    "device_percent",  # the phase's peak on the device, in percent of the card's memory or of memory.limit
 )
 
 
@@ -49,14 +49,14 @@ class MemoryMeter(Callback):
     Args:
         file: path of memory.csv.
         log_every: number of steps between rows in the logger.
-        limit: on a CPU, end the run if live tensors of the device side exceed this many bytes. With a limit every step
-            is tracked.
-        resumed_at: an existing `file` keeps its rows up to this step.
+        limit: on a CPU, end the run if live tensors of the device side exceed this many bytes; None: no limit. With a
+            limit every step is sampled.
+        resumed_at: an existing `file` keeps its rows up to this step; later rows are removed.
         size: memory of the device in bytes, or memory.limit; None: a CPU without a limit.
     """
 
     tracker = StorageTracker
-    first, every = 3, 20  # the first `first` steps of a run or a resume, and every `every`-th step, are tracked
+    first, every = 3, 20  # the first `first` steps of a run or a resume, and every `every`-th step, are sampled
 
     def __init__(
         self, file: Path, log_every: int = 10, limit: int | None = None, resumed_at: int = 0, size: int | None = None
@@ -183,8 +183,8 @@ class MemoryMeter(Callback):
             self._close_window(trainer)
 
     def rows(self) -> Iterator[dict]:
-        """Yields the rows of memory.csv. Rows are read from the file, because all rows of a long run would take too
-        much memory."""
+        """Yields the rows of memory.csv, without empty columns. Rows are read from the file, because all rows of a long
+        run would take too much memory."""
         if not self._out.closed:
             self._out.flush()
         with Path(self._out.name).open(encoding="utf-8") as written:
@@ -206,8 +206,8 @@ class MemoryMeter(Callback):
             torch.cuda.reset_peak_memory_stats(self._cuda)
 
     def _leave(self) -> None:
-        """Ends the current phase, and stores its row. If a phase occurs several times in a window, its row has the
-        maximum of each column."""
+        """Ends the current phase, if any, and stores its row. If a phase occurs several times in a window, its row has
+        the maximum of each column."""
         if self._phase is None:
             return
         row, seen = self._read(self._phase), self._window.get(self._phase, {})
@@ -221,7 +221,7 @@ class MemoryMeter(Callback):
         return row
 
     def _resident(self) -> dict[str, int]:
-        """Returns resident memory and CUDA allocator statistics, current and peak."""
+        """Returns the columns of resident memory and, on CUDA, of the caching allocator's statistics."""
         rss, peak = process.rss_and_peak()
         row = {"rss_bytes": rss, "rss_peak_bytes": peak}
         if self._cuda:
@@ -233,17 +233,18 @@ class MemoryMeter(Callback):
         return row
 
     def _held_bytes(self, phase: str) -> int:
-        """Returns the bytes of the ledger's device side. The sum is cached, because it takes most of the time of a
-        measurement. At the end of a phase only the bytes of gradients differ from step to step, so (phase, bytes of
-        gradients) is the cache key. Sampled steps compute the sum again in every phase."""
+        """Returns the bytes of the ledger's device side. The sum is cached, because computing it takes most of the time
+        of a measurement. The cache key is (phase, bytes of gradients), because at the end of a phase usually only the
+        bytes of gradients differ from step to step. Sampled steps clear the cache, and compute the sum in every
+        phase."""
         key = phase, sum(gradient.nbytes for gradient in ledger.gradients(self._parameters))
         if self._tracker is not None or key not in self._held:
             self._held[key] = sum(self.ledger.bytes().values())
         return self._held[key]
 
     def _drive_row(self) -> dict[str, int]:
-        """Returns the columns of a drive: stored bytes, and bytes read and written since the last call. Empty without a
-        drive."""
+        """Returns the columns of a drive: bytes stored, and bytes read and written since the last call. Returns an
+        empty dictionary without a drive."""
         if self._drive is None:
             return {}
         moved, before = {"read": self._drive.read_bytes, "written": self._drive.written_bytes}, self._moved_before
@@ -253,7 +254,8 @@ class MemoryMeter(Callback):
         return {"drive_bytes": sum(self.ledger.bytes("drive").values())} | by_way
 
     def _close_window(self, trainer: Trainer) -> None:
-        """Writes the window's rows, one per phase. Sampled steps and every `log_every`-th step are also logged."""
+        """Writes the window's rows, one per phase. In sampled steps and in every `log_every`-th step, also logs the
+        metrics of `curve`."""
         for phase, row in self._window.items():
             row = {"step": self._step, "phase": phase} | row
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes", 0))
@@ -289,8 +291,8 @@ class MemoryMeter(Callback):
             self._tracker.settle(self.ledger.storages())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
-        """Stops tracking and stores the peaks. Args: phase: the phase that has not ended yet, if any. Returns: the
-        thinned timeline; empty if no tracker is active."""
+        """Stops tracking and stores the peaks. Args: phase: the phase that has not ended yet; None: all have ended.
+        Returns: the thinned timeline; empty if no tracker is active."""
         if self._tracker is None:
             return []
         self._tracker.__exit__(None, None, None)
@@ -306,7 +308,7 @@ class MemoryMeter(Callback):
         return points
 
     def _points(self, tracker: StorageTracker) -> list[Point]:
-        """Returns the thinned timeline. The full timeline is never in memory, because a point takes 300 bytes, and a
+        """Returns the thinned timeline. The full timeline is not kept in memory, because a point takes 300 bytes and a
         window may have a million points."""
         return list(thinned(tracker.timeline(), len(tracker.events) + 1))
 
@@ -316,12 +318,13 @@ class MemoryMeter(Callback):
         return {"live_peak_bytes": point.total, "host_tensor_bytes": host} | by_category
 
     def by_category(self, side: Side = "device") -> dict[str, int]:
-        """Returns bytes by category. For the device: the bytes at the highest sampled point, or the current bytes if no
-        step was sampled. For the host and a drive: the current bytes."""
+        """Returns category -> bytes. For the device: the bytes at the sampled point with the most device bytes, or the
+        current bytes if no step was sampled. For the host and a drive: the current bytes."""
         return dict(self.peak.bytes) if self.peak and side == "device" else self.ledger.bytes(side)
 
     def by_phase(self) -> dict[str, dict[str, int]]:
-        """Returns phase -> peak bytes of "host" (resident memory) and, if measured, of "device"."""
+        """Returns phase -> {"host": peak resident memory, "device": peak of the device}, in bytes. Without "device" if
+        it was not measured."""
         peaks = {}
         for phase, sizes in self._highest.items():
             device = sizes.get("allocated_peak_bytes", sizes.get("live_peak_bytes"))
@@ -334,8 +337,8 @@ class MemoryMeter(Callback):
         return max((sizes.get("reserved_peak_bytes", 0) for sizes in self._highest.values()), default=0)
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns category -> bytes for weights, gradients and optimizer state: the maximum on the device over the
-        highest points of all sampled phases, plus the current bytes on the host."""
+        """Returns category -> bytes for weights, gradients and optimizer state: bytes on the device plus the current
+        bytes on the host. The device's bytes are the category's maximum over the peaks of all sampled phases."""
         host, phases = self.ledger.bytes("host"), self._highest.values()
         return {
             name: max((sizes.get(f"{name}_bytes", 0) for sizes in phases), default=0) + host[name]
@@ -344,9 +347,14 @@ class MemoryMeter(Callback):
 
 
 def curve(window: dict[str, dict]) -> dict[str, float]:
-    """Converts a window's rows to metrics for loggers, in GiB: memory/<host or device>_<phase>_<column>_gib;
-    memory/drive_gib, memory/drive_read_gib and memory/drive_written_gib; and in sampled steps
-    memory/device_<category>_gib at the window's peak."""
+    """Converts a window's rows to metrics for loggers, in GiB:
+
+        memory/<host or device>_<phase>_<column>_gib
+        memory/drive_gib, memory/drive_read_gib, memory/drive_written_gib    if a drive is used
+        memory/device_<category>_gib                                         at the window's peak, in sampled steps
+
+    Args: window: phase -> row.
+    """
     metrics = {}
     for phase, row in window.items():
         for column, side in SIDES.items():

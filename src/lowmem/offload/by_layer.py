@@ -3,10 +3,10 @@ block. `StreamedWeights` (`streamed.py`) uses this module.
 
 A streamed block is then copied to the device at most twice per *window*, instead of twice per micro-batch. The
 gradients of each block are summed on the device, and the sums are sent to the host once per window. So with early
-updates the host updates each master of a block as soon as the host has received the sum, and needs no buffer for
+updates the host updates a block's master as soon as the host has received the sum, and needs no buffer for the
 gradients of earlier micro-batches.
 
-Each micro-batch runs the model's unchanged forward pass and its own `backward()` in its own thread. Only one of these
+Each micro-batch has its own thread, which runs the model's unchanged forward pass and `backward()`. Only one of these
 threads runs at a time. A thread waits at a barrier before each streamed block: in the block's forward pre-hook, and in
 backward in the hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, time goes from left to
 right:
@@ -15,17 +15,18 @@ right:
     thread 1 |           | embedding |         | block 0 |                     | block 1, head, loss |
                          ^ barrier: the thread stops, saves its random state, and wakes the next thread
 
-In other words the threads are coroutines that run round robin, each from one barrier to the next. The model is neither
+In other words, the threads are coroutines that take turns, each from one barrier to the next. The model is neither
 traced nor split, so any code between its blocks runs unchanged. The next barrier after the forward pass of the last
 block is in backward, when the gradient of this block's output has been computed. So a thread runs the head and the
 loss, forward and backward, without interruption, and the logits of only one micro-batch exist at a time. All threads
-launch kernels on the caller's stream. `current`, `sums` and `_alive` need no lock, since the semaphores let only one
-thread run.
+launch kernels on the caller's stream. `current`, `sums` and `_alive` need no lock, since semaphores let only one of the
+threads run.
 
 The price is memory. The block inputs of all micro-batches exist at the same time (`gradient_checkpointing=offload`
-moves them to the host). The device stores the fp32 sum of one block's gradients (4 bytes per parameter of the block),
-and sums that wait for their copy (`Link.ahead`). If the head is streamed and tied to the embedding, host memory stores
-one gradient of the head (V, H) per micro-batch. A switch between threads takes about 20 microseconds. Source:
+moves them to the host). The device also stores the fp32 sum of one block's gradients (4 bytes per parameter of the
+block), and sums that wait for their copy to the host (`Link.ahead`). If the head is streamed and tied to the embedding,
+host memory stores one gradient (V, H) of the head per micro-batch. A switch between threads takes about 20
+microseconds. Source:
 RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
 """
 
@@ -49,8 +50,9 @@ END: Barrier = ("end", 0)
 
 
 class MicroBatchCancelled(Exception):
-    """Raised in the thread of a micro-batch to end the thread after another micro-batch, or the caller's thread, has
-    failed. Must derive from `Exception`, because torch runs always_call hooks only after an `Exception`."""
+    """Raised in the thread of a micro-batch to end this thread after another micro-batch, or the caller of
+    `ByLayer.run`, has failed. Must derive from `Exception`, because torch runs always_call hooks only after an
+    `Exception`."""
 
 
 class ByLayer:
@@ -69,29 +71,29 @@ class ByLayer:
     ) -> None:
         self.runs, self.generators, self.enter = runs, generators, enter
         self.current = 0  # index of the micro-batch whose thread runs
-        # weight -> sum of its gradients on the device, until the last micro-batch has added its gradient
+        # weight -> sum of the gradients of earlier micro-batches, on the device; the last micro-batch removes the sum
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._alive: list[int] = []  # micro-batches whose threads have not ended
         self._may_run = [threading.Semaphore(0) for _ in runs]
         self._all_ended = threading.Semaphore(0)
-        # the barrier that the first unfinished micro-batch has reached in this round; all others must reach it too
+        # the barrier that the first unfinished micro-batch has reached; the others must reach the same barrier next
         self._reached: Barrier = END
-        # Without gradients (when generating), a micro-batch may end before the other micro-batches, because the
-        # generated texts differ in length.
+        # True: a micro-batch may end before the others. Allowed without gradients, because generated texts differ in
+        # length.
         self._end_alone = not torch.is_grad_enabled()
         self._error: BaseException | None = None
 
     # --- the caller's thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs all micro-batches, and returns after all threads have ended. Raises the first error: of a micro-batch,
-        of the start of a thread, or of a signal handler while this method waits."""
+        """Runs all micro-batches, and returns after all threads have ended. Raises the first error, which comes from a
+        micro-batch, from the start of a thread, or from a signal handler while this method waits."""
         threads = []
         try:
             state = _state_of_this_thread(self.generators.device)
             for number, _ in enumerate(self.runs):
                 threads.append(self._started(number, state))
-        except BaseException as error:  # a thread could not be started: the started threads end at once
+        except BaseException as error:  # a thread could not be started: the started threads end immediately
             self._error = error
         self._hand_on(-1)
         try:
@@ -111,8 +113,8 @@ class ByLayer:
         return thread
 
     def _raise(self) -> None:
-        """Raises the first error, if any, and drops all references to the error, since its traceback keeps activations
-        alive."""
+        """Raises the first error, if any, and drops this object's references to the error, since its traceback keeps
+        activations alive."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -123,19 +125,23 @@ class ByLayer:
     # --- a micro-batch's own thread -------------------------------------------------------------------------------
 
     def barrier(self, barrier: Barrier) -> None:
-        """Blocks the thread of the current micro-batch until all other micro-batches have reached the same barrier, and
-        the threads of earlier micro-batches have stopped at the next barrier or ended. Saves and restores the states of
-        the random number generators. Raises: Refused: another micro-batch is at a different barrier;
-        MicroBatchCancelled: another micro-batch or the caller's thread has failed."""
+        """Blocks the thread of the current micro-batch until all other unfinished micro-batches have reached the same
+        barrier, and the threads of earlier micro-batches have then stopped at the next barrier or ended. Saves the
+        states of the random number generators before the wait, and restores them after it.
+
+        Raises:
+            Refused: the first unfinished micro-batch is at a different barrier.
+            MicroBatchCancelled: another micro-batch or the caller's thread has failed.
+        """
         number = self.current
         self._arrive(barrier)
         self._hand_on(number)
         self._take(number)
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Removes `p.grad`, and adds it to the gradients of earlier micro-batches on the device. A sum of several
-        gradients is in fp32, like the sums that the host computes with weights.order=by_micro_batch; a single gradient
-        keeps its dtype. Returns: the sum if this is the last micro-batch, otherwise None."""
+        """Removes `p.grad`, and adds it to the sum of the gradients of earlier micro-batches on the device. A sum of
+        several gradients is in fp32, like the sums that the host computes with weights.order=by_micro_batch; a single
+        gradient keeps its dtype. Returns: the sum if this is the last micro-batch, otherwise None."""
         gradient, p.grad = p.grad, None
         before = self.sums.pop(p, None)
         if before is not None:
@@ -179,8 +185,8 @@ class ByLayer:
         self.generators.pause(self.current)
 
     def _hand_on(self, number: int) -> None:
-        """Wakes the thread of the next unfinished micro-batch after `number`, round robin, or the caller of `run` if
-        all micro-batches have ended."""
+        """Wakes the thread of the next unfinished micro-batch after `number` (after the last, the first). If all
+        micro-batches have ended, wakes the caller of `run`."""
         following = [other for other in self._alive if other > number] or self._alive
         (self._may_run[following[0]] if following else self._all_ended).release()
 
@@ -188,9 +194,11 @@ class ByLayer:
 def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Returns a function that another thread calls to get a context manager in which this thread's torch state is
     active: torch modes, grad mode, inference mode and the current stream. Torch keeps this state per thread. Autocast
-    is per thread too, but no precision that streams weights uses autocast. Within the context, backward runs in the
-    thread that calls it even on a card (not in autograd's own thread), so that hooks of backward can wait at
-    barriers."""
+    is per thread, too, but no precision that streams weights uses autocast.
+
+    Within the context, backward runs in the thread that calls it, even on a card, where backward would otherwise run in
+    autograd's own thread. So hooks can stop at barriers in backward, too.
+    """
     assert not any(map(torch.is_autocast_enabled, ("cpu", *CARDS))), (
         "weights.order=by_layer does not carry autocast into its threads"
     )
@@ -201,7 +209,7 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
     def applied() -> Iterator[None]:
         if stream is not None:  # `with stream:` is not thread-safe
             torch.accelerator.set_stream(stream)
-        in_this_thread = torch.autograd.set_multithreading_enabled  # entered last, because inference mode sets it too
+        in_this_thread = torch.autograd.set_multithreading_enabled  # entered last: inference mode sets it, too
         with modes(), torch.inference_mode(inference), torch.set_grad_enabled(wanted), in_this_thread(False):
             yield
 

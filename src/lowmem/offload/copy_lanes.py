@@ -8,7 +8,7 @@
 A copy starts after one mark (the source is computed, or the target is free), and returns another mark (the copy is
 complete). Both device and host can wait for a mark: `Lane.hold` makes the compute stream wait, and `Mark.synchronize`
 blocks the calling thread. `torch.Stream` and `torch.Event` have the same interface for every kind of card. On a CPU, a
-copy is complete when the call returns. `registered.py` wraps a lane, and has a further kind of mark.
+copy is complete when the call returns. `registered.py` wraps a lane, and defines another kind of mark, `Coming`.
 """
 
 import weakref
@@ -30,8 +30,8 @@ class Lane(Protocol):
     registers: bool
 
     def staging(self, size: int) -> Tensor:
-        """Returns a uint8 host tensor of shape (size,), pinned if the device is a card. Raises: MemoryError: the memory
-        cannot be pinned."""
+        """Returns a new uint8 host tensor of shape (size,), pinned if the device is a card. Raises: MemoryError: the
+        memory cannot be pinned."""
 
     def mark(self) -> "Mark":
         """Returns a mark that is reached when the compute stream has finished all work that was queued before this
@@ -39,11 +39,12 @@ class Lane(Protocol):
 
     def copy(self, to: Tensor, source: Tensor, after: "Mark") -> "Mark":
         """Queues a copy that starts once the mark `after` is reached. The caller may free a `source` on the device
-        immediately, but must keep `to` until `hold` or `synchronize` was called for the returned mark.
+        immediately, but must keep a `to` on the device until `hold` or `synchronize` was called for the returned mark.
+        Host memory must not be freed or written before this mark is reached.
 
         Returns:
-            A mark that is reached when the copy is complete. Copies in the same direction keep their order, so the mark
-            of the last copy is reached after all earlier copies.
+            A mark that is reached when the copy is complete. Copies in one direction keep their order, so when the mark
+            of the last copy is reached, all earlier copies in this direction are complete.
         """
 
     def hold(self, until: "Mark") -> None:
@@ -51,8 +52,8 @@ class Lane(Protocol):
         calling thread does not wait."""
 
     def register(self, memory: Tensor) -> str | None:
-        """Pins host memory in place, until `unregister` is called or the tensor is freed. Returns: None on success,
-        otherwise the reason why the memory cannot be pinned."""
+        """Pins host memory in place, until `unregister` is called or the tensor object is deleted. Returns: None on
+        success, otherwise the reason why the memory cannot be pinned."""
 
     def unregister(self, memory: Tensor) -> None:
         """Unpins memory that `register` has pinned. All copies from the memory must be complete."""

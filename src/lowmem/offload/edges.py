@@ -6,14 +6,14 @@ head in tiles. `StreamedWeights` (`streamed.py`) starts and stops an `Edge` for 
     head         host: a tile of C tokens of the vocabulary         -> device: multiply, while the next tile is copied
                  host: add to the gradient (V, H)                   <- device: gradient of each tile
 
-So the device never stores the full weight or its full gradient. If embedding and head are tied, they share a single
-weight in host memory. The head's gradient then waits on the host until the embedding's gradient has been copied, and
-the two are added in the weight's dtype, as autograd does.
+So the device stores only rows or tiles of the weight and of its gradient. If embedding and head are tied, they share a
+single weight in host memory. The head's gradient then waits on the host until the embedding's gradient has been copied,
+and the two gradients are added in the weight's dtype, as autograd does.
 
 The embedding's own `forward` still runs, with the looked-up rows as its weight and row numbers as token ids. So other
 code of this `forward`, such as a scale factor, still applies. The thread that computes the forward pass of a
-micro-batch looks up the rows. On a card the host thread of `link.py` receives gradients: it calls `_take_rows` for the
-embedding, and for tiles of the head `HostWeight.add`, or `_put` if the weight is tied.
+micro-batch looks up the rows. On a card the host thread of `link.py` receives gradients. For rows of the embedding it
+calls `_take_rows`; for tiles of the head it calls `HostWeight.add`, or `_put` if the weight is tied.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ from lowmem.offload.host_weight import HostWeight
 from lowmem.offload.link import Link
 from lowmem.system.errors import Refused
 
-COLUMNS = 4096  # tokens of the vocabulary per tile, if code such as sampling needs all logits (`_multiply`)
+COLUMNS = 4096  # tokens of the vocabulary per tile in `_multiply`, which computes all logits
 
 
 class GradientSink(NamedTuple):
@@ -44,7 +44,7 @@ class GradientSink(NamedTuple):
 
     link: Link  # copies gradients to the host
     sum_of: Callable[[nn.Parameter], HostWeight]  # returns the object that sums the gradients of a weight
-    # called when all copies of a micro-batch's gradient of a weight have been queued
+    # called with a weight when all copies of its gradient of one micro-batch have been queued
     complete: Callable[[nn.Parameter], None]
 
 
@@ -59,13 +59,13 @@ class Edge(HeadSource):
 
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
         self.weight, self.embedding, self.head = weight, embedding, head
-        # host memory for the rows of a micro-batch while they are copied to the device
+        # host memory for the rows of a micro-batch while they are copied to the device; None before `start`
         self.staging: Tensor | None = None
         self._patches = ExitStack()
-        # The keys of both dictionaries are indices of micro-batches, since several micro-batches may be in progress.
-        # `_of_head`: the head's gradient of a tied weight, which waits in host memory for the embedding's gradient.
+        # The keys of `_of_head` and `_rows` are indices of micro-batches, since several may be in progress.
+        # `_of_head`: the head's gradient of a tied weight, which waits in host memory for the embedding's gradient
         self._of_head: dict[int, Tensor] = {}
-        # `_rows`: looked-up rows whose gradient backward has not computed yet
+        # `_rows`: weak reference to looked-up rows whose gradient backward has not computed yet
         self._rows: dict[int, ref[nn.Parameter]] = {}
 
     def start(
@@ -78,11 +78,11 @@ class Edge(HeadSource):
             host_block: stores the weight.
             lane: copies to the device.
             sink: receives gradients; None in an evaluation.
-            under_way: returns the index of the micro-batch that computes now.
+            under_way: returns the index (in its window) of the micro-batch that computes now.
         """
         self.host_block, self.lane, self.sink, self.under_way = host_block, lane, sink, under_way
         if self.embedding is not None:
-            # Copy these settings for the host thread, because a lookup temporarily changes the module's `padding_idx`.
+            # Copied for the host thread, because a lookup temporarily changes the module's `padding_idx`.
             padding, self._by_frequency = self.embedding.padding_idx, self.embedding.scale_grad_by_freq
             self._padding = -1 if padding is None else padding
             self.staging, self._sent = lane.staging(0), lane.mark()
@@ -101,7 +101,7 @@ class Edge(HeadSource):
 
     def _look_up(self, ids: Tensor) -> Tensor:
         """Computes the embedding's forward pass. Args: ids: (B, T) token ids, on the device. Returns: (B, T, H).
-        Raises: Refused: the weight is trained, and the model calls the embedding twice in one forward pass."""
+        Raises: Refused: the model calls the embedding twice in one forward pass, and the weight is trained."""
         at = ids.flatten().cpu()  # blocks until the device has finished all work that was queued earlier
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
@@ -158,9 +158,9 @@ class Edge(HeadSource):
         self.sink.complete(self.weight)
 
     def _take_rows(self, at: Tensor, landed: Tensor, head_gradient: Tensor | None, start: int, piece: Tensor) -> None:
-        """Receives a piece of the rows' gradient (N, H) in the host thread, or on a CPU in the thread that runs
-        backward. After the last piece, adds the gradient of all rows to the weight's gradient (V, H), together with the
-        head's gradient if the weight is tied."""
+        """Receives a piece of the rows' gradient (N, H). Runs in the host thread, or on a CPU in the thread that runs
+        backward. After the last piece, adds the gradient of all rows, and the head's gradient if the weight is tied, to
+        the weight's gradient (V, H)."""
         _put(landed, start, piece)
         if start + piece.numel() < landed.numel():
             return
@@ -176,8 +176,8 @@ class Edge(HeadSource):
 
     @torch.inference_mode(False)
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields (index of the tile's first token, tile (C, H) on the device). A tile is valid until the next
-        iteration, because a later tile is copied into its memory."""
+        """Yields (index of the tile's first token, tile (C, H) on the device); the last tile may be smaller. A tile is
+        valid until the next iteration, because a later tile is copied into its memory."""
         self.host_block.wait_for_updates()
         pieces = self.host_block.tensor(self.weight).split(columns)
         slots = [torch.empty_like(pieces[0], device=self.weight.device) for _ in pieces[:2]]
@@ -199,7 +199,7 @@ class Edge(HeadSource):
                 self.lane.hold(landed[which])
                 yield number * columns, slots[which][: len(piece)]
                 free[which] = self.lane.mark()
-        finally:  # if the caller stops early, the next tile is still being copied into memory that is freed now
+        finally:  # if the caller stops early, the next tile may still be on its way into memory that is freed now
             for coming in landed:
                 self.lane.hold(coming)
 
@@ -219,8 +219,8 @@ class Edge(HeadSource):
 
     def whole_gradient(self) -> None:
         """Reports to the sink that all tiles of the gradient have been sent. For a tied weight this is a no-op, because
-        `_leave` reports after it has sent the embedding's gradient. Returns None and not the gradient, which is in host
-        memory."""
+        `_leave` reports after it has sent the embedding's gradient. Returns None instead of the gradient, which is in
+        host memory."""
         if self.embedding is None:
             self.sink.complete(self.weight)
 
@@ -236,8 +236,8 @@ class Edge(HeadSource):
 
 
 def summed_by_token(rows: Tensor, at: Tensor, padding: int, by_frequency: bool) -> Tensor:
-    """Sums the gradients of all positions that have the same token. The sums equal the rows of autograd's dense
-    gradient (V, H) bit for bit, but take memory for N rows instead of V rows.
+    """Sums the gradients of all positions that have the same token. On a CPU the sums equal, bit for bit, the rows of
+    the dense gradient (V, H) that autograd computes, but take memory for N rows instead of V rows.
 
     Args:
         rows: (N, H), the gradient of each position; changed in place.
@@ -259,13 +259,13 @@ def _put(target: Tensor, start: int, piece: Tensor) -> None:
 
 
 def edges(network: nn.Module, head_in_tiles: bool) -> list[Edge]:
-    """Returns an `Edge` for the weight of the embedding, and an `Edge` for the weight of the head; if both share one
-    weight, a single `Edge`. Leaves out a weight that other modules also use, and layers that an `Edge` does not
-    support, such as an embedding with `max_norm`.
+    """Returns an `Edge` for the weight of the embedding and an `Edge` for the weight of the head, or a single `Edge` if
+    they share one weight. Leaves out a weight that other modules also use, and the weight of a layer that `Edge` does
+    not support, such as an embedding with `max_norm`.
 
     Args:
         network: the model.
-        head_in_tiles: the loss reads the head in tiles. If False, the head stays on the device, and so does an
+        head_in_tiles: True: the loss reads the head in tiles. False: the head stays on the device, and so does an
             embedding that is tied to the head.
     """
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()

@@ -1,19 +1,20 @@
-"""Runs the optimizer on the CPU: sums and clips gradients in host memory, and updates fp32 masters (`host_weight.py`).
+"""Runs the optimizer on the CPU: sums and clips gradients in host memory, and updates the weights or their fp32 masters
+(`host_weight.py`).
 
     device    backward computes a gradient        next forward pass reads the 16-bit weight
                        | 2 bytes per parameter               ^ 2 bytes per parameter and window,
                        | and micro-batch                     | for weights that stay on the device
     host      sum over micro-batches -> clip -> update the fp32 master -> round to 16 bits
 
-Each gradient is sent to the host as soon as backward has computed it. The host sums gradients over micro-batches in
-fp32; with a single micro-batch per window the gradients stay in 16 bits. With weights.order=by_layer the device sums
-the gradients of a block's weights, and sends an fp32 sum once per window (`by_layer.py`). After each update the master
-is rounded to 16 bits: the result is copied to the weight on the device, or stored in host memory if the weight is
-streamed.
+Each gradient is sent to the host as soon as backward has computed it, and the host sums gradients over micro-batches in
+fp32. The exception is weights.order=by_layer: then the device sums the gradients of a block's weights, and sends an
+fp32 sum once per window (`by_layer.py`). With a single micro-batch per window the gradients stay in 16 bits. An
+update rounds the new master to 16 bits: the result is copied to the weight on the device, or stored in host memory if
+the weight is streamed.
 
 With early updates (`step_early`) the host updates a master while backward still runs, as soon as the last gradient of
-its weight in this window is on the host. Then gradients cannot be clipped by their global norm, and an update cannot be
-undone.
+its weight in this window is on the host. Then gradients cannot be clipped by their global norm, and if a later gradient
+of the window is not finite, the step cannot be skipped.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,16 +37,16 @@ from lowmem.system.errors import NotFinite
 class HostOptimizer(WindowOptimizer):
     """An optimizer that updates weights on the CPU, one at a time.
 
-    On a card several threads call the methods:
+    In training on a card, several threads call the methods:
 
         autograd's thread             `collect`, `collect_and_step`, `step_early`; with weights.order=by_layer the
                                       thread of the micro-batch calls them
         the link's host thread        `_step`, `step_one`
-        the training thread           all other public methods; with weights.order=by_layer the memory meter calls
-                                      `masters_on_host` and `gradients_on_host` in the threads of micro-batches, too
+        the training thread           all other public methods; with weights.order=by_layer the memory meter also calls
+                                      `masters_on_host` and `gradients_on_host` in the threads of micro-batches
 
     Args:
-        inner: the torch optimizer whose parameters are `HostWeight.wide`; it updates one parameter per call.
+        inner: the torch optimizer. Its parameters are `HostWeight.wide`, and each call updates one of them.
         masters: weight -> its `HostWeight`, which stores the master and the summed gradient.
         weights: stores the 16-bit weights, on the device or in host memory.
         link: copies gradients to the host and updated weights to the device.
@@ -66,8 +67,8 @@ class HostOptimizer(WindowOptimizer):
 
     def collect(self, p: nn.Parameter) -> None:
         """Sends `p.grad`, which backward has just computed, to the host, and frees the gradient on the device. With
-        weights.order=by_layer the gradients of a block's weight are summed on the device first, and only the sum over
-        all micro-batches is sent."""
+        weights.order=by_layer the gradient of a block's weight is added to a sum on the device, and only the last
+        micro-batch sends this sum."""
         self._fetch(p, self.masters[p].add)
 
     def collect_and_step(self, p: nn.Parameter, clip_value: float | None) -> None:
@@ -82,8 +83,8 @@ class HostOptimizer(WindowOptimizer):
             NotFinite: a gradient is not finite, and earlier updates of this window cannot be undone.
             DriveFailed: a drive that stores the master or the optimizer state failed.
 
-        On a card these errors occur in the host thread, and a later call that sends a gradient or waits for the link
-        raises them.
+        On a card these errors occur in the host thread. A later call raises them, when it sends a gradient, or waits
+        for the link or for the weight.
         """
         master = self.masters[p]
         self._fetch(p, master.add if self.link.lends else master.use)
@@ -104,9 +105,10 @@ class HostOptimizer(WindowOptimizer):
     # --- after backward -------------------------------------------------------------------------------------------
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
-        """Waits until all gradients are on the host, and computes their norms. With early updates the global norm is
-        None, and the loss counts as finite, because `MasterWeights` has already checked the loss. Discards all
-        gradients if one of them is not finite. Raises: NotFinite, DriveFailed: an earlier update failed."""
+        """Waits until all gradients are on the host, and computes the norms of the gradients that were not applied
+        inside backward. Discards these gradients if one of them is not finite. With early updates the global norm is
+        None, and the loss counts as finite, because `MasterWeights` has already checked the loss. Raises: NotFinite,
+        DriveFailed: an earlier update failed."""
         self.link.finish()
         collected, self._reading = self._collected(), Reading(1 / scale)
         with host_side():
@@ -128,8 +130,8 @@ class HostOptimizer(WindowOptimizer):
         return self._not_finite
 
     def clip(self, norm: Tensor | None, value: float | None, largest: float | None) -> None:
-        """Stores the clip value and the clip factor in `_reading`, which each update applies. The gradients in host
-        memory do not change."""
+        """Stores the clip value and the clip factor in `_reading`. Each update applies them to its gradient; the
+        gradients in host memory do not change."""
         collected, self._reading = self._collected(), _limited(self._reading, value)
         if largest is None or not collected:
             return
@@ -142,20 +144,20 @@ class HostOptimizer(WindowOptimizer):
 
     def step(self) -> None:
         """Queues the updates of all weights that have a gradient and were not updated inside backward. On a card the
-        host thread runs these updates, and this method returns immediately; on a CPU this method runs them. Each module
-        waits for its own weights before its next forward pass (`MasterWeights`)."""
+        host thread runs these updates, and this method returns immediately; on a CPU this method runs them. The next
+        forward pass waits for each updated weight when it needs the weight (`MasterWeights`, `StreamedWeights`)."""
         for master in self._collected():
             self._submit(master, self._reading)
 
     def drop_gradients(self, stepped: bool) -> None:
-        """Discards the gradients of a skipped step. After a step this is a no-op: the host thread releases each
-        gradient as soon as the gradient has been applied (`HostWeight.used`)."""
+        """Discards the gradients of a skipped step. After a step this is a no-op, because each update ends with
+        `HostWeight.used`, which frees the gradient or marks it as applied."""
         for master in () if stepped else self._collected():
             master.complete = False
 
     def _collected(self) -> list[HostWeight]:
-        """Returns the masters whose gradient of this window has not been applied yet, in the model's order: the weights
-        that the next forward pass reads first are updated first."""
+        """Returns the masters whose gradient of this window has not been applied yet, in the model's order, so that the
+        weights that the next forward pass reads first are updated first."""
         return [master for master in self.masters.values() if master.complete]
 
     # --- one master -----------------------------------------------------------------------------------------------
@@ -178,9 +180,9 @@ class HostOptimizer(WindowOptimizer):
             master: the weight to update.
             group: options of the weight's parameter group.
             reading: unscales and clips the gradient.
-            early: this is an early update, inside backward.
-            narrow: host tensor that receives the new 16-bit weight. If None, the weight is streamed, and is updated in
-                its `HostBlock`.
+            early: True: this is an early update, inside backward.
+            narrow: host tensor that receives the new 16-bit weight; None: the weight is streamed, and is updated in its
+                `HostBlock`.
 
         Raises:
             NotFinite: the gradient of an early update is not finite.
@@ -224,9 +226,9 @@ class HostOptimizer(WindowOptimizer):
         return master.weight, master.name, master.master_tensors() | self.state.get(master.wide, {})
 
     def mark_used(self, early: bool) -> None:
-        """Releases the gradients as an optimizer step does, but updates no weight. The planner calls this method to
-        compute the memory that remains allocated after a step. Args: early: as if gradients were applied inside
-        backward."""
+        """Frees the gradients or marks them as applied, as an optimizer step does, but updates no weight. The planner
+        calls this method to compute the memory that remains allocated after a step. Args: early: True: as if the
+        gradients were applied inside backward."""
         for master in self._collected():
             master.used(early)
 

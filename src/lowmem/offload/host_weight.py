@@ -5,14 +5,15 @@
     SplitHostWeight         lower 16 bits of fp32 (int16), 2 bytes      bf16 in a `HostBlock`: the master, rounded
     StochasticHostWeight    no master                                   bf16; updates are rounded up or down at random
 
-The inner optimizer's parameter is `wide` (fp32). In `SplitHostWeight` and `StochasticHostWeight`, `wide` is a
-placeholder with the shape of the weight between updates. With some optimizers (`OnePass`, `InPieces`) it remains a
-placeholder during an update.
+The inner optimizer's parameter is `wide` (fp32). In `SplitHostWeight` and `StochasticHostWeight`, `wide` has its own
+data only during an update; before and after the update it is a placeholder with the shape of the weight. With an
+optimizer that is `OnePass` (for `SplitHostWeight`) or `InPieces` (for `StochasticHostWeight`), it also is a placeholder
+during the update.
 
 On a card the link's host thread adds gradients and updates weights: it calls `add`, `use`, `use_rows`, `gradient`,
-`narrow`, `step`, `master_tensors` and `used`. Meanwhile other threads, which queue updates, may read `tensors`, `sum`,
-and attributes that are not reassigned during training: `wide` (but not its data), `weight` and `host_block`. These
-threads call or change anything else only while the host thread is idle.
+`narrow`, `step`, `master_tensors` and `used`. Meanwhile other threads may call `tensors`, and may read `sum` and the
+attributes that are not reassigned during training: `wide` (but not its data), `weight` and `host_block`. Other threads
+call or change anything else only while the host thread is idle.
 """
 
 from collections.abc import Iterator
@@ -30,11 +31,12 @@ from lowmem.step.stochastic import stochastically
 
 
 class HostWeight:
-    """An fp32 master in host memory, for one 16-bit weight. Base class of the other two classes.
+    """An fp32 master in host memory for one 16-bit weight, and the base class of `SplitHostWeight` and
+    `StochasticHostWeight`.
 
     Args:
         name: the parameter's name.
-        weight: the parameter, whose data the constructor rounds to `dtype`.
+        weight: the parameter. The constructor rounds its data to `dtype`.
         dtype: dtype of the weight in forward and backward: bf16 or fp16; fp32 if the weight is not rounded.
     """
 
@@ -44,7 +46,8 @@ class HostWeight:
         self.name, self.weight = name, weight
         self.wide = nn.Parameter(weight.data, weight.requires_grad)  # fp32; the parameter of the inner optimizer
         self.host_block: HostBlock | None = None  # stores the 16-bit weight, if it is streamed
-        # flat; sum of the window's gradients, still multiplied by the loss scale. May stay allocated between windows.
+        # Flat; the sum of the window's gradients, still multiplied by the loss scale. May stay allocated between
+        # windows, with the values of the last window; `complete` is False then.
         self.sum: Tensor | None = None
         self.complete = False  # True: `sum` contains at least one full gradient of this window
         self.single_gradient = False  # True: `sum` contains a single gradient of this window
@@ -52,37 +55,39 @@ class HostWeight:
         self._round_weight(dtype)
 
     def _round_weight(self, dtype: torch.dtype) -> None:
-        """Keeps the weight's value in fp32 as the master, and rounds the weight to `dtype`. If an earlier fit has
-        already rounded the weight, the master begins with the rounded value."""
+        """Keeps the weight's value in fp32 as the master, and rounds the weight to `dtype`. If the weight was loaded in
+        16 bits, or an earlier fit has rounded it, the master begins with the 16-bit value."""
         self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = rounded_to(self.wide.data, dtype)
 
     def leave_file(self) -> None:
-        """Copies the master, which may be a view of a memory-mapped weight file. The pages of such a file stay in host
-        memory as long as any tensor refers to the file."""
+        """Replaces the master by a copy, because it may be a view of a memory-mapped weight file. The pages of such a
+        file stay in host memory as long as any tensor refers to the file."""
         with host_side():
             self.wide.data = self.wide.data.clone()
 
     def moved(self, host_block: HostBlock | None) -> None:
-        """Called after the 16-bit weight has moved. Args: host_block: stores the weight from now on; None if the weight
-        is on the device."""
+        """Called once the 16-bit weights of the model have moved to their `HostBlock`s. Args: host_block: stores the
+        weight from now on; None if the weight is not streamed."""
         self.host_block = host_block
 
     @property
     def narrow(self) -> Tensor:
-        """Returns the current 16-bit weight: in host memory if it is streamed, otherwise on the device."""
+        """Returns the current 16-bit weight: in host memory if the weight is streamed, otherwise on the device.
+        `StochasticHostWeight` returns a tensor in host memory in both cases."""
         return self.weight.data if self.host_block is None else self.host_block.tensor(self.weight)
 
     @property
     def full_precision(self) -> Tensor:
-        """Returns the current weight in full precision. `SplitHostWeight` joins its halves into a copy, and
-        `StochasticHostWeight`, which has no master, returns the 16-bit weight."""
+        """Returns the current weight in the highest precision that the host stores. `SplitHostWeight` joins its halves
+        into a copy, and `StochasticHostWeight`, which has no master, returns the 16-bit weight."""
         return self.wide.data
 
     @property
     def checkpoint_tensor(self) -> Tensor:
-        """Returns the tensor that a checkpoint stores under the weight's name: the master, or in a subclass without a
-        full master the 16-bit weight. The tensor is not a copy. A checkpoint also stores `rest`."""
+        """Returns the tensor that a checkpoint stores under the weight's name: the master, or the 16-bit weight in a
+        subclass without a full master. The tensor shares memory with the weight or master. A checkpoint also stores
+        `rest` if it is not None."""
         return self.full_precision
 
     def master_tensors(self) -> dict[str, Tensor]:
@@ -96,11 +101,12 @@ class HostWeight:
     # --- its gradient ---------------------------------------------------------------------------------------------
 
     def add(self, start: int, piece: Tensor) -> None:
-        """Adds a piece of a gradient to `sum`. A new `sum` has the dtype of the gradient. `sum` is converted to fp32
-        for the second gradient of a window, and for an fp32 gradient (a sum over micro-batches, see `by_layer.py`).
+        """Adds a piece of a gradient to `sum`. If `sum` is None, a new `sum` is allocated with the dtype of the
+        gradient. A 16-bit `sum` is converted to fp32 for the second gradient of a window, and for an fp32 gradient (a
+        sum over micro-batches, see `by_layer.py`).
 
         Args:
-            start: index of the first element of the piece; the pieces of a gradient come in order.
+            start: index of the first element of the piece in the gradient; the pieces of a gradient come in order.
             piece: flat, in host memory.
         """
         with host_side():
@@ -118,17 +124,17 @@ class HostWeight:
 
     def use(self, start: int, piece: Tensor) -> None:
         """Adds a full gradient, like `add`. If `sum` is None, `piece` itself becomes `sum` without a copy, so the
-        caller must not use the memory of `piece` again."""
+        caller must not write to the memory of `piece` again. Args: start: 0; piece: the full gradient, flat."""
         if self.sum is None:
             self.sum, self.complete, self.single_gradient, self.borrowed = piece, True, True, True
         else:
             self.add(start, piece)
 
     def use_rows(self, at: Tensor, rows: Tensor) -> None:
-        """Adds the gradient of an embedding (V, H) that is zero except in some rows. `sum` has all V x H elements.
+        """Adds the gradient of an embedding (V, H) that is zero except in some rows. `sum` still has V x H elements.
 
         Args:
-            at: (N,), row numbers. The gradients of equal row numbers are summed.
+            at: (N,), row numbers. If a row number occurs several times, its gradients are summed.
             rows: (N, H), the gradients of these rows.
         """
         with host_side():
@@ -148,9 +154,9 @@ class HostWeight:
         return self.sum.view(self.wide.shape)
 
     def used(self, early: bool) -> None:
-        """Marks the gradient as applied, after an update. `sum` is kept as a buffer for the next window, unless it
-        contains a single gradient that was borrowed or applied inside backward. Then `sum` is freed: gradients that are
-        applied inside backward are applied one by one, so few of them are in host memory at the same time.
+        """Marks the gradient as applied, after an update. `sum` is freed if it contains a single gradient that was
+        borrowed or applied inside backward. Otherwise `sum` is kept as a buffer for the next window. (Gradients that
+        are applied inside backward arrive one by one, so freeing them keeps few of them in host memory.)
 
         Args: early: the update ran inside backward.
         """
@@ -161,8 +167,8 @@ class HostWeight:
     # --- its step -------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: WindowOptimizer, step: Step) -> None:
-        """Updates the master, and rounds it into `step.narrow`. Args: optimizer: the `HostOptimizer`; step: the
-        arguments of the update."""
+        """Updates the master, if there is one, and the 16-bit weight in `step.narrow`. Args: optimizer: the
+        `HostOptimizer`; step: the arguments of the update."""
         if isinstance(optimizer.inner, OnePass):
             optimizer.inner.step_from(step, self.rest)
         else:
@@ -171,7 +177,7 @@ class HostWeight:
             self._write(step.narrow)
 
     def _widen(self, narrow: Tensor) -> None:
-        """Sets `wide` to the fp32 weight before an update, in a subclass whose `wide` is a placeholder."""
+        """Sets `wide` to the fp32 weight before an update. Overridden by a subclass whose `wide` is a placeholder."""
 
     def _write(self, narrow: Tensor) -> None:
         """Rounds `wide` into `narrow` after an update, and stores the master."""
@@ -190,8 +196,8 @@ class HostWeight:
 
 class SplitHostWeight(HostWeight):
     """An fp32 master in two 16-bit parts: the streamed bf16 weight, which is the rounded master, and the lower 16 bits
-    in `rest`. `fp32_halves.joined` restores the exact fp32 value. The host stores 4 bytes per parameter instead of
-    6."""
+    in `rest`. `fp32_halves.joined` restores the exact fp32 value. For weight and master together, the host stores 4
+    bytes per parameter instead of 6."""
 
     def _round_weight(self, dtype: torch.dtype) -> None:
         with host_side():
@@ -228,8 +234,9 @@ class StochasticHostWeight(HostWeight):
     """A bf16 weight without a master: each update is rounded up or down at random, so that the expected value of the
     rounding error is zero.
 
-    The random numbers depend only on the seed, the parameter's name and the number of earlier updates of the parameter.
-    So neither the order of updates nor random numbers that are drawn elsewhere change the result.
+    The random numbers of an update depend only on the seed, the parameter's name and the number of the parameter's
+    earlier updates. So neither the order in which weights are updated nor random numbers drawn elsewhere change the
+    result.
 
     Args:
         name, weight, dtype: see `HostWeight`.
@@ -296,12 +303,12 @@ def rounded_to(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 def by_itself(tensor: Tensor) -> Tensor:
     """Returns a tensor that shares memory with `tensor`, but whose storage has only the bytes of this tensor.
-    `torch.save` writes full storages, and the storage of a `HostBlock` also contains frozen weights, which a checkpoint
-    must not store. Args: tensor: contiguous, in host memory."""
+    `torch.save` writes full storages, and the storage of a `HostBlock` contains all weights of the block, including
+    frozen weights, which a checkpoint must not store. Args: tensor: contiguous, in host memory."""
     flat = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
 def drawing(*key: int | str) -> torch.Generator:
-    """Returns a CPU random number generator whose seed (32 bits) is a hash of all arguments."""
+    """Returns a CPU random number generator. Its seed is a 32-bit hash of all arguments."""
     return torch.Generator().manual_seed(int.from_bytes(sha256(repr(key).encode()).digest()[:4]))

@@ -9,19 +9,19 @@ new weights back. `HostOptimizer`, `MasterWeights`, `StreamedWeights` and `Edge`
     "gradients"      only if `ahead` is set: launches the copies instead of autograd's thread      device to host
     training         `wait`: makes the device wait for one weight before a module reads it
 
-The other modules of this folder call "host-step" the host thread. Updates are queued by the training thread after
-backward, and by autograd's thread if they are early (`HostOptimizer`). With weights.order=by_layer the thread of the
-micro-batch runs forward and backward, so this thread calls `wait` and `fetch`, and queues early updates. At the end of
-the window the training thread calls `fetch` for the sums of gradients that no micro-batch has sent.
+The other modules of this folder call "host-step" the host thread. The training thread queues updates after backward;
+autograd's thread queues early updates (`HostOptimizer`). With weights.order=by_layer the thread of the micro-batch runs
+forward and backward, so that thread calls `wait` and `fetch`, and queues early updates. At the end of the window the
+training thread calls `fetch` for the sums of gradients that no micro-batch has sent.
 
 The staging slots have a fixed total size. If the device is faster than the host, `fetch` blocks until a slot is free,
-so gradients cannot fill the host's memory. If gradients come in bursts (`by_layer.py`), the "gradients" thread waits
-for the slots instead, and `fetch` blocks only while more than `ahead` bytes of gradients are queued on the device. The
-host thread runs all jobs in the order of the calls. If the "gradients" thread exists, all jobs pass through its queue
-first. Streamed weights are not copied back after an update: they are updated in place in their `HostBlock`, and copied
-to the device before their next use.
+so the bytes on their way to the host are limited. If gradients come in bursts (`by_layer.py`), the "gradients"
+thread waits for the slots instead, and `fetch` blocks only while more than `ahead` bytes of gradients wait on the
+device. The host thread runs all jobs in the order of the calls; if the "gradients" thread exists, all jobs pass through
+its queue first. Streamed weights are not copied back after an update: they are updated in place in their `HostBlock`,
+and copied to the device before their next use.
 
-On a CPU, device and host share their memory. `Link` does the same work immediately and in place, without copies or
+On a CPU, device and host share their memory, and `Link` does the work immediately and in place, without copies or
 threads.
 """
 
@@ -54,7 +54,7 @@ class Link:
     """The interface of a link, and the link of a CPU. The CPU is both device and host, so all work is done in place,
     before the call returns."""
 
-    # True: `Receive` gets pieces of staging memory, which is overwritten after the call, so the receiver must copy them
+    # True: a piece that `Receive` gets is in staging memory, which is overwritten after the call, so it must be copied
     lends = False
     # bytes of gradients that may wait on the device for a staging slot after `fetch` has returned; 0: `fetch` itself
     # waits for the slots. Set this before the first job, which starts the threads.
@@ -70,8 +70,8 @@ class Link:
         receive(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
-        """Queues the update of a weight: `compute` writes the new value after all work that was queued earlier, and
-        the value is copied to the device.
+        """Queues the update of a weight on the device. After all work that was queued earlier, `compute` writes the new
+        value, which is then copied to the device.
 
         Args:
             weight: the weight on the device.
@@ -80,24 +80,25 @@ class Link:
         compute(weight.detach())
 
     def update_block(self, host_block: HostBlock, compute: Callable[[], None]) -> None:
-        """Queues the update of a streamed weight: `compute` changes the weight in its host block, after all work that
-        was queued earlier and after the last copy of the block. Nothing is copied to the device."""
+        """Queues the update of a streamed weight. After all work that was queued earlier, and after the block's last
+        copy to the device, `compute` changes the weight in its host block. Nothing is copied to the device."""
         host_block.steps += 1
         if host_block.last_copy is not None:
             host_block.last_copy.synchronize()
         compute()
 
     def wait(self, weight: Tensor) -> None:
-        """Blocks until the host has computed the last update of the weight, then makes the device wait for the copy of
-        the new weight. A no-op for a streamed weight. Raises the error of an update that failed."""
+        """Blocks until the host has computed the weight's last update, then makes the device wait for the copy of the
+        new weight. A no-op for a streamed weight, or if no update is queued. Raises the error of an update that
+        failed."""
 
     def finish(self) -> None:
         """Blocks until the host has done all queued work. Raises the first error of the link's threads, also if an
         earlier call has already raised this error."""
 
     def close(self) -> None:
-        """Finishes the queued work, ends the threads, and makes the device wait for the copies of new weights. Does not
-        raise errors of the queued work."""
+        """Waits for all queued work, ends the threads, and makes the device wait for the copies of new weights. Does
+        not raise errors of the queued work."""
 
 
 class Gradient(NamedTuple):
@@ -120,13 +121,13 @@ class FileBytes(Protocol):
     nbytes: int
 
     def read(self, start: int, into: Tensor) -> None:
-        """Reads bytes into a buffer. Args: start: offset of the first byte; into: (bytes,), page-aligned; its size is a
-        multiple of the page size."""
+        """Reads bytes into a buffer. Args: start: offset of the first byte, a multiple of the page size; into:
+        (bytes,), page-aligned; its size is a multiple of the page size."""
 
 
 class Staging:
     """Copies host memory that is not pinned, or bytes of a file, to the device in pieces, through pinned staging slots.
-    Only one thread may use an object: the host thread in `StagedLink`, the "staging" thread in `Registered`.
+    Only one thread may call the methods: the host thread in `StagedLink`, the "staging" thread in `Registered`.
 
     Args:
         lane: the device's copy streams.
@@ -144,7 +145,7 @@ class Staging:
         Args:
             source: the tensor in host memory.
             to: the target on the device, contiguous, with the size and dtype of `source`.
-            after: the first copy to the device starts once this mark is reached.
+            after: the first piece is copied to the device once this mark is reached.
 
         Returns:
             A mark that is reached when the last piece is on the device.
@@ -171,7 +172,7 @@ class Staging:
 
 
 def _from_a_page(lane: Lane, size: int) -> Tensor:
-    """Returns page-aligned staging memory. Pinned memory is always page-aligned, but staging memory of a CPU may not
+    """Returns page-aligned staging memory. Pinned memory is page-aligned, but the staging memory of a CPU may not
     be."""
     memory = lane.staging(size)
     if memory.data_ptr() % PAGE == 0:
@@ -182,14 +183,15 @@ def _from_a_page(lane: Lane, size: int) -> Tensor:
 
 
 def pieces(tensor: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields (index of the first element, flat piece of at most `size` bytes) for all pieces of a tensor, in order."""
+    """Splits a tensor into flat pieces of at most `size` bytes. Yields (index of the piece's first element, piece), in
+    order."""
     flat, step = tensor.reshape(-1), size // tensor.element_size()
     return ((start, flat[start : start + step]) for start in range(0, flat.numel(), step))
 
 
 class StagedLink(Link):
-    """The link to a device with separate memory. Copies use pinned staging slots. The docstring of the module describes
-    the threads.
+    """The link to a device with separate memory, through pinned staging slots. For the threads see the module's
+    docstring.
 
     Args:
         lane: the device's copy streams.
@@ -205,17 +207,17 @@ class StagedLink(Link):
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
         self._up = Staging(lane, slot_bytes, slots)
-        # id of a weight -> future of a mark, which is reached once the updated weight is on the device
+        # id of a weight -> future mark: set when the copy of the updated weight is queued, reached when it is complete
         self._coming: dict[int, Future[Mark]] = {}
         # queues of the two threads; None ends the thread
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # for "host-step": pieces and updates
         self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # for "gradients"
-        # bytes of each gradient whose copies the "gradients" thread has launched
+        # bytes of each gradient that the "gradients" thread has sent: all its copies are launched, or one has failed
         self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._waiting = 0  # upper limit of the bytes of gradients that are still queued on the device
+        self._waiting = 0  # upper bound of the bytes of gradients that still wait on the device
         self._failed: BaseException | None = None  # the first error of a thread
         self._scratch = torch.empty(0, dtype=torch.uint8)  # memory of `_landing`
-        # the threads run from the first job until `close`; a second fit starts new threads
+        # the threads run from the first job until `close`; a later job starts new threads
         self._threads: list[threading.Thread] = []
 
     def _start(self) -> None:
@@ -231,7 +233,7 @@ class StagedLink(Link):
         (self._leaving if self.ahead else self._jobs).put(job)
 
     def fetch(self, gradient: Tensor, receive: Receive) -> None:
-        flat = gradient.reshape(-1)  # may launch a copy on the device, so the mark must come after this line
+        flat = gradient.reshape(-1)  # may launch a copy on the device, so record the mark after this line
         leaving = Gradient(flat, receive, self.lane.mark())
         if self.ahead:
             self._ask(leaving)
@@ -251,7 +253,7 @@ class StagedLink(Link):
             self._jobs.put(partial(self._receive, gradient.receive, start, host, landed, slot))
 
     def _send_all(self) -> None:
-        """Runs the "gradients" thread: launches the copies of gradients, and forwards all other jobs to "host-step",
+        """Runs in the "gradients" thread: launches the copies of gradients, and forwards all other jobs to "host-step",
         in the order of the calls."""
         while (job := self._leaving.get()) is not None:
             if not isinstance(job, Gradient):
@@ -262,7 +264,7 @@ class StagedLink(Link):
             except BaseException as error:
                 self._failed = self._failed or error
             self._sent.put(job.flat.nbytes)
-            del job  # so that the allocator can reuse the gradient's memory as soon as the copy is complete
+            del job  # otherwise the gradient's memory would stay allocated until the next job
         self._jobs.put(None)
 
     def _receive(self, receive: Receive, start: int, host: Tensor, landed: Mark, slot: Tensor) -> None:
@@ -275,7 +277,7 @@ class StagedLink(Link):
 
     def update(self, weight: Tensor, compute: Compute) -> None:
         assert id(weight) not in self._coming, "a forward pass did not wait for this weight's last update"
-        read, coming = self.lane.mark(), Future()  # `read`: reached when the old weight is not read any more
+        read, coming = self.lane.mark(), Future()  # `read`: kernels have read the old weight
         self._coming[id(weight)] = coming
 
         def job() -> None:

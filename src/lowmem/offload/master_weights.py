@@ -1,9 +1,9 @@
-"""Implements the callback that keeps 16-bit weights on the device and their fp32 masters on the host, and connects the
-masters to the training loop.
+"""Implements the callback that creates the fp32 masters of 16-bit weights in host memory, and connects the masters to
+the training loop.
 
-The card keeps only the 16-bit weights (2 bytes per parameter; with weights=streamed only for the blocks that compute).
-Host memory keeps the fp32 masters (`host_weight.py` describes other forms of masters), the optimizer state, and the
-gradients of an optimizer step. In the order of a run, the callback
+The card keeps only the 16-bit weights (2 bytes per parameter; of streamed weights only those in use). Host memory keeps
+the fp32 masters (`host_weight.py` describes other forms of masters), the optimizer state, and the gradients of an
+optimizer step. In the order of a run, the callback
 
     creates the masters from the loaded weights, before the weights are rounded and moved    `make`
     creates the optimizer of the masters                                                     `optimizer`
@@ -11,7 +11,7 @@ gradients of an optimizer step. In the order of a run, the callback
     makes each module wait for its own updated weights before its forward pass               `on_fit_start`
     saves the masters under the names of the weights                                         `on_save_checkpoint`
 
-Masters are stored per parameter, so tied weights stay tied. A frozen weight has no master, and is rounded once. Source
+There is one master per parameter, so tied weights stay tied. A frozen weight has no master, and is rounded once. Source
 for masters: Micikevicius et al. 2018, arXiv 1710.03740. Source for masters on the host: Ren et al. 2021, arXiv
 2101.06840.
 """
@@ -37,20 +37,22 @@ ROUNDINGS = "random_roundings"  # key of a checkpoint: name -> number of random 
 
 
 class MasterWeights(Callback):
-    """Updates 16-bit weights, on the device or streamed, from fp32 masters on the host.
+    """Updates 16-bit weights, on the device or streamed, from fp32 masters on the host (with precision=bf16-sr without
+    masters).
 
-    With `Update.early` each master is updated as soon as the last gradient of its weight in this window is on the host.
-    The update then overlaps with backward. With one micro-batch per window, or with weights.order=by_layer, the host
-    frees the gradient of each block's weight right after the update.
+    With `Update.early` each weight is updated as soon as its last gradient of the window is on the host, so that the
+    update overlaps with backward. If there is one micro-batch per window, or with weights.order=by_layer, the host
+    frees the gradient of a block's weight right after the update.
     """
 
     def __init__(self) -> None:
         self.link: Link | None = None  # created in `connect`
         self.masters: dict[nn.Parameter, HostWeight] = {}  # weight -> its `HostWeight`, in the model's order
-        self.rests: Mapping[str, Tensor] = {}  # name -> lower half of the fp32 weight, loaded from a checkpoint
-        self._roundings: Mapping[str, int] = {}  # name -> number of random roundings, loaded from a checkpoint
+        self.rests: Mapping[str, Tensor] = {}  # name -> lower half of the fp32 weight, from a checkpoint; see `make`
+        self._roundings: Mapping[str, int] = {}  # name -> number of random roundings of a weight, from a checkpoint
         self._hooks: list = []
-        self._loss: Tensor | float = 0.0  # sum over this window's micro-batches so far; used only with early updates
+        # sum of the losses of this window's micro-batches so far; used only with early updates
+        self._loss: Tensor | float = 0.0
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         module.masters = self
@@ -66,15 +68,16 @@ class MasterWeights(Callback):
 
     @property
     def in_fp32(self) -> bool:
-        """True if every trained weight has an fp32 master; False with precision=bf16-sr, where only an adapter can."""
+        """True if every trained weight has an fp32 master; False with precision=bf16-sr, where only the weights that an
+        adapter keeps in fp32 have one."""
         return self.precision.steps_on_host == "always"
 
     # --- masters and their optimizer ------------------------------------------------------------------------------
 
     def make(self, module: nn.Module) -> None:
         """Creates the masters, rounds the weights to 16 bits, and moves streamed weights into their `HostBlock`. The
-        precision calls this after the weights have been loaded or restored from a checkpoint, and before Lightning
-        moves the model to the device."""
+        precision calls this method after the weights have been loaded or restored from a checkpoint, and before
+        Lightning moves the model to the device. In a second fit, existing masters are kept."""
         for name, p in module.named_parameters():  # a tied parameter is listed once
             if not p.requires_grad:
                 # without fp32 masters, weights were loaded in 16 bits, and frozen matrices of an adapter stay in fp32
@@ -111,8 +114,8 @@ class MasterWeights(Callback):
         return HostOptimizer(inner, self.masters, self.weights, self.link)
 
     def _restored(self, inner: Optimizer, wide: nn.Parameter) -> None:
-        """Called when the optimizer state of one weight has been restored from a checkpoint. Hands this state to
-        `weights`, so that a drive can store the state."""
+        """Hands the optimizer state of one weight, which has just been restored from a checkpoint, to `weights`, so
+        that a drive can store the state."""
         master = next(master for master in self.masters.values() if master.wide is wide)
         self.weights.bring_in(master.weight)
         self.weights.put(master.weight, master.name, inner.state[wide])
@@ -156,9 +159,9 @@ class MasterWeights(Callback):
         self._loss = 0.0
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """Checks, if updates are early, that the window's loss is finite before any master is updated. Masters are
-        updated only during the backward pass of the last micro-batch, so the host reads the loss from the card once per
-        window. Raises: NotFinite: the loss is not finite."""
+        """With early updates, checks that the window's loss is finite before any master is updated. Masters are updated
+        only during the backward pass of the last micro-batch, so the host reads the loss from the card once per window.
+        Raises: NotFinite: the loss is not finite."""
         if not module.update.early:
             return
         self._loss = self._loss + loss.detach()
@@ -181,8 +184,8 @@ class MasterWeights(Callback):
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """Waits for all queued work and ends the link's threads. The link is None if the `setup` of an earlier callback
-        failed."""
+        """Waits for all queued work, and ends the link's threads. A no-op if there is no link because the `setup` of an
+        earlier callback failed."""
         if self.link is not None:
             self.link.close()
 
@@ -201,15 +204,17 @@ class MasterWeights(Callback):
         return self.masters[p].narrow if p in self.masters else self.weights.stored(p)
 
     def full_precision(self, p: nn.Parameter) -> Tensor:
-        """Returns a weight in full precision, as a copy if the host stores it in two halves. Call `arrived` first."""
+        """Returns a weight in the highest precision in which the run stores it; a copy if the host stores the weight in
+        two halves. Call `arrived` first."""
         return self.masters[p].full_precision if p in self.masters else self.weights.stored(p)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        """Saves the masters under the names of the weights, so that a run with any other precision can resume from the
-        checkpoint. The two halves of split masters are saved separately, so saving needs no full copy: the lower halves
-        are under the key "rests", which `CausalLM.on_load_checkpoint` reads."""
+        """Saves the masters (with precision=bf16-sr the 16-bit weights) under the names of the weights, so that a run
+        with any other precision can resume from the checkpoint. The halves of split masters are saved separately, so
+        saving needs no fp32 copy: the lower halves are under the key "rests", which `CausalLM.on_load_checkpoint`
+        reads."""
         self.arrived()
         # a tied weight is listed once
         tensors = {id(p): self.masters[p].checkpoint_tensor for _, p in trainable(module)}
@@ -222,15 +227,16 @@ class MasterWeights(Callback):
         checkpoint[ROUNDINGS] = {master.name: master.steps for master in rounded}
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
-        # Earlier versions stored the counts in the precision's state. If the optimizer was on the device, a checkpoint
-        # has no counts.
+        # Earlier versions stored the counts in the precision's state. A checkpoint of a run whose optimizer was on the
+        # device has no counts.
         earlier = checkpoint.get(type(trainer.precision_plugin).__qualname__, {}).get("steps", {})
         self._roundings = checkpoint.get(ROUNDINGS, earlier)
 
 
 def _readers(module: LightningModule) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yields (module, trained parameters whose updates the module's forward pass waits for). A block waits for all of
-    its parameters, because compiled blocks and fused kernels read a child's weight without calling the child."""
+    """Yields (module, trained parameters whose updates the module's forward pass waits for). A block waits for all
+    parameters of its submodules, too, because compiled blocks and fused kernels read a child's weight without calling
+    the child. A module outside the blocks waits for its own parameters."""
     stack = set(stack_of(module.model))
     inside = {child for block in stack for child in block.modules()}
     for reader in module.modules():

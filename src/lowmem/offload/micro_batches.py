@@ -1,18 +1,18 @@
 """Gives each micro-batch of a window its own random number generator state, so that dropout masks do not depend on the
 order of execution.
 
-A window is the group of micro-batches of one optimizer step. By default the micro-batches run one after the other. With
-weights.order=by_layer they alternate: all micro-batches compute a block before any computes the next block. Both orders
-must draw equal random numbers, so each state begins as follows:
+A window is the group of micro-batches of one optimizer step. The micro-batches run one after the other, or with
+weights.order=by_layer alternately: all micro-batches compute a block before any computes the next block. In both orders
+a micro-batch must draw the same random numbers, so the initial states are:
 
     micro-batch 0           the generators' current state
     micro-batch n > 0       seeded from a SHA-256 digest of n and of the states at the beginning of the window
     the next window         the state at the end of micro-batch 0 (`CausalLM.run_window` restores this state)
 
-In a window of one micro-batch no state is saved or restored. `CausalLM.run_window` creates the states, and
+In a window of one micro-batch no state is saved or restored. `CausalLM.run_window` creates the states of a window.
 `WeightsOnDevice.run_micro_batches` or `ByLayer` restores a micro-batch's state whenever the micro-batch starts or
-continues, and saves the state whenever the micro-batch pauses or ends. `Generators.alike` is for forward passes without
-gradients.
+continues, and saves the state whenever the micro-batch pauses or ends. `Generators.alike` creates the states of forward
+passes without gradients.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ class Generators:
 
     @classmethod
     def alike(cls, device: torch.device, count: int, seed: int | None) -> "Generators":
-        """Returns equal initial states for `count` forward passes. Args: seed: None if the passes draw no random
-        numbers."""
+        """Returns the initial states of `count` forward passes, which are all equal. Args: seed: seed of the states;
+        None if the passes draw no random numbers."""
         return cls(device, [None if seed is None else seeded(seed, device)] * count)
 
     def resume(self, number: int) -> None:

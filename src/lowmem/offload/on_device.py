@@ -2,16 +2,16 @@
 micro-batches run through the blocks.
 
 `WeightsOnDevice` itself is the default: all weights stay on the device. `StreamedWeights` (`streamed.py`) overrides
-most methods. `MasterWeights`, `HostOptimizer` and `CausalLM` call the methods, mainly:
+most methods. The main callers are `MasterWeights`, `HostOptimizer` and `CausalLM`. They call:
 
     bring_in, put                   before and after each weight's update on the host (swapping with a drive); also when
                                     the master or the optimizer state has been created or restored
-    move_in                         once, after the model has its final dtypes
+    move_in                         once per fit, after the model has its final dtypes
     start, stop                     before the first forward pass, after the last pass
     run_micro_batches               for each window: runs its micro-batches
-    take_gradient                   for each gradient in `p.grad`, right after backward has computed it
+    take_gradient                   right after backward has computed a gradient for the optimizer on the host
     finish                          before code reads the host tensors: waits for the drive
-    *_tensors, staging_buffers      for code that measures memory
+    *_tensors, staging_buffers      to measure memory (called by the memory meter)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,25 +34,25 @@ class WeightsOnDevice:
     def __init__(self) -> None:
         self.host_blocks: list[HostBlock] = []
         self.edges: list = []  # `Edge` objects: weights outside the blocks that are in host memory (`edges.py`)
-        self.under_way = 0  # index in its window of the micro-batch that computes now
+        self.under_way = 0  # index (in its window) of the micro-batch that computes now
         # True: the micro-batch that computes now, or that has computed most recently, is the last of its window; in a
         # pipeline: the last backward pass of the window has ended
         self.last = False
 
     def move_in(self, device: torch.device) -> None:
-        """Moves streamed weights into their `HostBlock`. Called after every weight has its final dtype. The caller, or
-        Lightning, then moves all other weights to the device. Args: device: the device that computes."""
+        """Moves streamed weights into their `HostBlock`. Call this method when every weight has its final dtype. The
+        caller, or Lightning, then moves all other weights to the device. Args: device: the device that computes."""
 
     def start(self, sink: object = None) -> None:
         """Prepares streaming before the first forward pass; a no-op if already started. Args: sink: receives the
-        gradients of the embedding and the head (`edges.GradientSink`); None in an evaluation."""
+        gradients of the embedding and the head (`edges.GradientSink`); None if there is no training."""
 
     def stop(self) -> None:
         """Ends streaming after the last pass, and sets the data of each streamed parameter to its full, current value
         in host memory (or on the drive)."""
 
     def run_micro_batches(self, runs: Sequence[Callable[[], None]], generators: Generators) -> None:
-        """Computes the micro-batches of a window, by default one after the other.
+        """Computes the micro-batches of a window. The base class computes them one after the other.
 
         Args:
             runs: functions that each compute one micro-batch.
@@ -71,8 +71,8 @@ class WeightsOnDevice:
 
         Args:
             runs: functions that each compute one forward pass.
-            at_once: number of passes that form a group for `run_micro_batches`. With weights.order=by_layer all passes
-                of a group compute a block before any computes the next block.
+            at_once: maximum number of passes in a group. `run_micro_batches` computes one group after the other; with
+                weights.order=by_layer all passes of a group compute a block before any computes the next block.
             device: the device that computes.
             seed: seed at the beginning of every pass; None if the passes draw no random numbers.
         """
@@ -81,26 +81,27 @@ class WeightsOnDevice:
             self.run_micro_batches(together, Generators.alike(device, len(together), seed))
 
     def enter(self, number: int, count: int) -> None:
-        """Sets `under_way` and `last` when a micro-batch starts or continues. Args: number: the index of the
-        micro-batch; count: number of micro-batches in the window."""
+        """Sets `under_way` and `last` when a micro-batch starts or continues. Args: number: index of the micro-batch;
+        count: number of micro-batches in the window."""
         self.under_way, self.last = number, number == count - 1
 
     def take_gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Removes from `p.grad` the gradient that backward has just computed. Returns: the gradient to send to the
-        host, or None if the gradient is summed on the device over the window's micro-batches, and this is not the last
-        micro-batch."""
+        """Removes from `p.grad` the gradient that backward has just computed. Returns: the gradient, which the caller
+        sends to the host. If the device sums this weight's gradients over the window's micro-batches, returns the sum
+        in the last micro-batch, and None in earlier micro-batches."""
         gradient, p.grad = p.grad, None
         return gradient
 
     def bring_in(self, p: nn.Parameter) -> None:
-        """Reads everything that the update of a weight needs from the drive, if one is used, into host memory: the
-        master, the optimizer state and, with weights.drive_holds=all, the block's 16-bit weights. Called before the
-        host updates the weight, and before `put` stores tensors that were created or restored. Raises: DriveFailed: a
-        read or write failed."""
+        """Reads the tensors that the update of a weight needs from the drive into host memory: the master, the
+        optimizer state and, with weights.drive_holds=all, the block's 16-bit weights. A no-op without a drive. Call
+        this method before the host updates the weight, and before `put` stores tensors that were created or restored.
+        Raises:
+        DriveFailed: a read or write failed."""
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
-        """Allows the drive, if one is used, to swap out the host tensors of a weight until the next `bring_in` of the
-        weight. Called when these tensors have been created, restored or updated.
+        """Allows the drive to swap out the host tensors of a weight until the weight's next `bring_in`. A no-op without
+        a drive. Call this method when the tensors have been created, restored or updated.
 
         Args:
             p: the weight.
@@ -109,8 +110,8 @@ class WeightsOnDevice:
         """
 
     def finish(self) -> None:
-        """Waits until the drive, if one is used, has stored all tensors of earlier `put` calls. Raises: DriveFailed: a
-        read or write failed."""
+        """Waits until the drive has stored all tensors of earlier `put` calls. A no-op without a drive. Raises:
+        DriveFailed: a read or write failed."""
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
@@ -127,7 +128,8 @@ class WeightsOnDevice:
         return None
 
     def stored(self, p: nn.Parameter) -> Tensor:
-        """Returns the current value of a weight, on the device or in host memory."""
+        """Returns the current value of a weight, on the device or in host memory. Updates must be complete (see
+        `MasterWeights.arrived`)."""
         host_block = self.host_block(p)
         return p.data if host_block is None else host_block.tensor(p)
 
@@ -140,7 +142,8 @@ class WeightsOnDevice:
         return (host_block.flat for host_block in self.host_blocks)
 
     def staging_buffers(self) -> Iterable[Tensor]:
-        """Returns the host buffers for copies of embedding rows to the device, and of tensors to and from a drive."""
+        """Returns host buffers that do not store weights: for copies of embedding rows to the device, and for reads
+        from and writes to a drive."""
         return ()
 
     @property

@@ -11,9 +11,9 @@ Copies from memory that cannot be registered, and from a drive, need an addition
     registered        host memory -----------------------------------------> device    started by the calling thread
     not registered    host memory or drive -> two pinned staging buffers --> device    started by the "staging" thread
 
-The "staging" thread copies piece by piece, while `copy` returns immediately. `hold` blocks the calling thread until the
-"staging" thread has launched the copy of the last piece. If the "staging" thread exists, it starts all other copies,
-too, so that all copies keep their order.
+The "staging" thread copies piece by piece, while `copy` returns immediately. `hold` then blocks the calling thread
+until the "staging" thread has launched the last piece of the copy. If the "staging" thread exists, it starts all other
+copies, too, so that all copies keep their order.
 """
 
 import logging
@@ -33,13 +33,14 @@ SLOTS = 2  # number of staging buffers: the host fills one while the device read
 
 
 class Registered:
-    """A `Lane` for copies of weights from host memory or a drive to the device.
+    """Copies weights from host memory or a drive to the device. Has the methods `staging`, `mark`, `copy` and `hold` of
+    a `Lane`.
 
     Args:
         lane: the device's copy streams.
         memory: host tensors to register. They stay registered until `close`.
         slot_bytes: size of each staging buffer in bytes.
-        reads: True: some weights are on a drive, so copies need the "staging" thread.
+        reads: True: some weights are on a drive, so the "staging" thread is needed.
     """
 
     def __init__(self, lane: Lane, memory: Sequence[Tensor], slot_bytes: int = SLOT_BYTES, reads: bool = False) -> None:
@@ -87,7 +88,8 @@ class Registered:
         self.lane.hold(_queued(until))
 
     def close(self) -> None:
-        """Waits for all copies, ends the "staging" thread, and unregisters the memory."""
+        """Waits for all copies, ends the "staging" thread, and unregisters the memory. Raises an error of the last
+        copy."""
         try:
             self._last.synchronize()
         finally:
@@ -98,8 +100,8 @@ class Registered:
 
 
 class Coming:
-    """A `Mark` for a copy that the "staging" thread may not have started yet. Args: queued: future of the mark that the
-    lane returns for the copy."""
+    """The `Mark` of a copy that the "staging" thread may not have started yet. Args: queued: future of the mark that
+    the lane returns for the copy."""
 
     def __init__(self, queued: Future[Mark]) -> None:
         self.queued = queued

@@ -1,38 +1,40 @@
-"""Streams weights: each block's 16-bit weights are stored in host memory, and copied to the device just before the
-block computes. `CausalLM`, `MasterWeights` and `HostOptimizer` use the class `StreamedWeights` through the interface in
-`on_device.py`.
+"""Streams weights: the weights of each block (16-bit, or packed 4-bit) are stored in host memory or on a drive, and are
+copied to the device just before the block computes. `CausalLM`, `MasterWeights` and `HostOptimizer` use the class
+`StreamedWeights` through the interface in `on_device.py`.
 
     compute stream    | block 0      | block 1      | block 2      |      forward; backward runs from last to first
     copy stream       | copy 1       | copy 2       | copy 3       |      prefetch of the next block
     slot 0            | block 0      | -> block 2   | block 2      |      with 2 slots: one block computes in its slot,
     slot 1            | -> block 1   | block 1      | -> block 3   |      the next block is copied into the other slot
 
-Hooks do all this work, in the thread that runs the forward or backward pass. "Wait" means that the compute stream
-waits:
+Hooks manage the slots, in the thread that runs the forward or backward pass. In this table, "wait" means that the
+compute stream waits:
 
     forward pre-hook of block n          free the slots of earlier blocks, wait for block n's copy, prefetch n + 1
     forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
     hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1
 
-The thread itself waits in three cases:
+In these hooks, the thread itself waits in three cases:
 
     before it copies a block     until the host has done the block's queued updates; with weights.drive_holds=all also
                                  until the updated weights are on the drive
-    with a "staging" thread      until this thread has launched the block's copy (`registered.py`)
+    with a "staging" thread      before block n computes, until the "staging" thread has launched the copy of block n
+                                 (`registered.py`)
     weights.order=by_layer       at the barriers before each block (`by_layer.py`)
 
 Backward computes the gradient of a block's output after all later blocks have finished backward, and before it
-recomputes the block. So this hook works with every kind of activation checkpointing. If several blocks are checkpointed
-together, backward recomputes all of them at once, and the forward pre-hook of each block binds the block's weights.
+recomputes the block. So the hook on this gradient works with every kind of activation checkpointing. If several blocks
+are checkpointed together, backward recomputes all of them at once, and the forward pre-hook of each block binds the
+block's weights.
 
 A `HostBlock` (`host_block.py`) stores the weights of a block; a `Slot` is device memory for a copy of these weights.
-`_bind` makes a block's parameters views of the slot. Between `move_in` and `stop`, all streamed parameters that are not
-bound are placeholders without memory: NaN, or 0 for packed 4-bit weights (`nowhere`).
+`_bind` makes a block's weights views of the slot. Between `move_in` and `stop`, a streamed weight that is not bound is
+a placeholder without memory: NaN, or 0 for packed 4-bit weights (`nowhere`).
 
-Saves 2 bytes of device memory per parameter of the blocks, except for the slots. Copies up to 4 bytes per parameter and
-micro-batch to the device: 2 in forward and 2 in backward. With weights.order=by_layer the copies are up to 4 bytes per
-parameter and window instead. The copies take no extra time if each block computes for longer than the next block's copy
-takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
+Saves 2 bytes of device memory per streamed 16-bit parameter, except for the slots. Copies up to 4 bytes per parameter
+and micro-batch to the device: 2 in forward and 2 in backward. With weights.order=by_layer the copies are up to 4 bytes
+per parameter and window instead. The copies take no extra time if each block computes for longer than the next block's
+copy takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,39 +64,40 @@ class Layout(NamedTuple):
     """The weights that are streamed."""
 
     blocks: list[nn.Module]  # streamed blocks, in the order of a forward pass
-    weights: list[list[Tensor]]  # the streamed weights of each of these blocks; their other weights stay on the device
+    weights: list[list[Tensor]]  # the streamed weights of each streamed block; its other weights stay on the device
     edges: list[Edge]  # streamed embedding and head
-    in_blocks: set[Tensor]  # weights of all blocks, including blocks that stay on the device
+    in_blocks: set[Tensor]  # all weights of all blocks, including weights and blocks that stay on the device
 
 
 class Slot:
     """Device memory for the weights of one block."""
 
     def __init__(self, memory: Tensor, free: Mark) -> None:
-        self.memory = memory  # (bytes of the largest block,)
+        self.memory = memory  # (bytes of the largest streamed block,)
         # the block whose weights are in this slot, or are being copied into this slot; None: the slot is free
         self.host_block: HostBlock | None = None
         self.steps = 0  # `HostBlock.steps` at the time of the copy
         self.landed = free  # reached when the copy into the slot is complete
-        self.free = free  # reached when no kernel or copy uses the slot any more
-        self.bound = False  # True: the block's parameters are views of `memory`
+        # valid while the slot is free; reached when no kernel or copy uses the slot any more
+        self.free = free
+        self.bound = False  # True: the block's weights are views of `memory`
 
 
 class StreamedWeights(WeightsOnDevice):
     """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles.
 
-    During training the link's host thread calls `bring_in` and `put`. Hooks run in the thread that executes the forward
-    or backward pass. Hooks on gradients (`MasterWeights`) call `take_gradient` there. With `by_layer`, the threads of
-    the micro-batches also call `enter`, and the memory meter reads `*_tensors` and `staging_buffers` there. The
-    training thread calls all other methods.
+    Threads in training: on a card the link's host thread calls `bring_in` and `put`. Hooks run in the thread that
+    executes the forward or backward pass; there, hooks on gradients (`MasterWeights`) call `take_gradient`. With
+    `by_layer`, the threads of the micro-batches also call `enter`, and the memory meter reads `*_tensors` and
+    `staging_buffers` in them. The training thread calls all other methods.
 
     Args:
         layout: the weights that are streamed.
-        slots: number of blocks whose weights are on the device at the same time. Backward allocates more slots if
-            more blocks are recomputed together.
-        by_layer: all micro-batches of a window compute a block before any computes the next block.
+        slots: maximum number of streamed blocks whose weights are on the device at the same time. Backward allocates
+            more slots if more blocks are recomputed together.
+        by_layer: True: all micro-batches of a window compute a block before any computes the next block.
         drive: stores masters and optimizer state; None: host memory stores them.
-        drive_weights: the drive also stores the blocks' 16-bit weights.
+        drive_weights: True: the drive also stores the weights of the streamed blocks.
     """
 
     streams = True
@@ -122,7 +125,7 @@ class StreamedWeights(WeightsOnDevice):
         self._host_block_of: dict[Tensor, HostBlock] = {}
         self._slots: list[Slot] = []
         self._hooks: list = []
-        self._lowest = 0  # index of the first block with a backward pass; backward does not prefetch earlier blocks
+        self._lowest = 0  # index of the first streamed block with a backward pass; backward prefetches no earlier block
         self.fetched = 0  # number of block copies to the device
 
     # --- where weights are ----------------------------------------------------------------------------------------
@@ -173,8 +176,9 @@ class StreamedWeights(WeightsOnDevice):
             self._on_drive.put(p, name, tensors)
 
     def on_drive(self, host_tensors: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
-        """Returns the sizes on a drive of the host tensors and, with weights.drive_holds=all, of the blocks' 16-bit
-        weights, also if no drive is used. Args: host_tensors: the arguments of `put` for each weight."""
+        """Returns the sizes that masters and optimizer state (with weights.drive_holds=all also the blocks' 16-bit
+        weights) would have on a drive. Works without a drive, too. Args: host_tensors: for each weight, the arguments
+        of `put`."""
         on_drive = self._stored_by(None)
         for p, name, tensors in host_tensors:
             on_drive.put(p, name, tensors)
@@ -215,10 +219,11 @@ class StreamedWeights(WeightsOnDevice):
         self.lane = self.lane or lane_of(self.device)
         self._up = Registered(self.lane, [*self.host_tensors()], reads=self._reads)
         if sink is not None and self.overlaps:
-            # Without a shared heap each micro-batch's thread has its own: 1.8 GiB more for GPT-2 XL at 8 x 256 tokens.
+            # Without a shared heap, each micro-batch's thread would have its own heap: 1.8 GiB more for GPT-2 XL at
+            # 8 x 256 tokens.
             share_heap()
-            # Let gradients of the size of one block's 16-bit weights be queued on the card. The fp32 sums of a block
-            # have twice this size, and are sent in one burst.
+            # Gradients may wait on the card up to the size of the largest block's 16-bit weights. The fp32 sums of this
+            # block's gradients have twice that size, and are sent in one burst.
             sink.link.ahead = max(host_block.flat.numel() for host_block in self.host_blocks)
         self._slots = [self._new_slot() for _ in range(self.slot_count)]
         for edge in self.edges:
@@ -237,7 +242,7 @@ class StreamedWeights(WeightsOnDevice):
             hook.remove()
         for edge in self.edges:
             edge.stop()
-        # an error of queued work has already been raised where code waited for the work, so ignore it here
+        # Ignore errors of queued work: code that waits for the work raises them, and `stop` must restore all weights.
         ignoring_errors = suppress(Exception)
         if self._up is not None:
             with ignoring_errors:
@@ -263,7 +268,7 @@ class StreamedWeights(WeightsOnDevice):
             window.run()
         finally:
             self._window = None
-        # sums whose weight had no gradient in the last micro-batch have not been sent yet
+        # if a weight had no gradient in the last micro-batch, its sum has not been sent yet
         for p, gradient in window.sums.items():
             self._sink.link.fetch(gradient, self._sink.sum_of(p).add)
 
@@ -275,8 +280,8 @@ class StreamedWeights(WeightsOnDevice):
     # --- before and after a block -----------------------------------------------------------------------------------
 
     def _enters(self, number: int) -> None:
-        # In backward the block is recomputed. `_reached` has already bound its weights, unless the block is part of a
-        # checkpointed segment of several blocks.
+        # In backward, this forward pass is a recomputation. `_reached` has already bound the block's weights, unless
+        # the block is part of a checkpointed segment of several blocks.
         if in_backward():
             self._bind(number)
             return
@@ -313,8 +318,8 @@ class StreamedWeights(WeightsOnDevice):
 
     def _reached(self, number: int) -> None:
         """Frees the slots of later blocks, binds this block's weights, and prefetches earlier blocks as long as slots
-        are free. Called in backward when the gradient of the block's output exists, so all later blocks have finished
-        backward."""
+        are free. A hook calls this method in backward when the gradient of the block's output exists, so all later
+        blocks have finished backward."""
         if self._window is not None:
             self._window.barrier(("backward", number))
         self._release(lambda other, _: other > number)
@@ -332,14 +337,15 @@ class StreamedWeights(WeightsOnDevice):
         return Slot(memory, self._up.mark())
 
     def _slot_of(self, number: int) -> Slot | None:
-        """Returns the slot with a block's current weights, or None if no slot has the block's weights or the copy in
-        the slot is older than the block's last update."""
+        """Returns the slot with a block's current weights, which may still be on their way. Returns None if no slot has
+        the block's weights, or if they are older than the block's last update."""
         block = self.host_blocks[number]
         return next((slot for slot in self._slots if slot.host_block is block and slot.steps == block.steps), None)
 
     def _fetch(self, number: int) -> bool:
         """Starts to copy a block's weights into a free slot, unless a slot already has the current weights. Before a
-        copy, blocks until the host has done all queued updates of the block. Returns: False if no slot is free."""
+        copy, blocks until the host has done all queued updates of the block. Returns: False if a copy is needed but no
+        slot is free."""
         if self._slot_of(number) is not None:
             return True
         for slot in self._slots:
@@ -358,15 +364,15 @@ class StreamedWeights(WeightsOnDevice):
         return True
 
     def _source(self, host_block: HostBlock) -> Tensor | FileBytes:
-        """Returns a block's weights as a host tensor, or with weights.drive_holds=all their location on the drive.
-        Blocks until the drive has written the weights."""
+        """Returns a block's weights as a host tensor. With weights.drive_holds=all, waits until the drive has written
+        the weights, and returns their location on the drive."""
         if not self._reads:
             return host_block.flat
         return self._on_drive.weights(next(iter(host_block.spans)))
 
     def _bind(self, number: int) -> None:
-        """Makes the device wait for a block's copy, and makes the block's parameters views of the slot. If no slot is
-        free, a new slot is allocated."""
+        """Makes the device wait for a block's copy, and makes the block's weights views of the slot. If the copy has
+        not been started, starts it, in a new slot if no slot is free."""
         if not self._fetch(number):  # a checkpointed segment of several blocks needs the weights of all its blocks
             self._slots.append(self._new_slot())
             self._fetch(number)

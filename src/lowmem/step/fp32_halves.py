@@ -3,8 +3,8 @@
 A bf16 weight and its fp32 master have nearly equal upper 16 bits. If the host stores the bf16 weight anyway, the master
 needs only 2 additional bytes per parameter instead of 4. With precision=bf16-master, `offload/host_weight.py` stores
 streamed weights and their masters in this form. The upper half is rounded to nearest: it increases by 1 if the lower 16
-bits are 0x8000 or more. Since the sign is a separate bit, this increases the magnitude, so ties are rounded away from
-zero.
+bits are 0x8000 or more. Since the sign is a separate bit, the increase makes the magnitude larger, so ties are rounded
+away from zero.
 
     upper half    u = (bits + 0x8000) >> 16     a bf16 number
     remainder     r = bits - (u << 16)          always fits int16: the lower 16 bits, read as a signed integer
@@ -12,7 +12,7 @@ zero.
 
 Rounding to nearest even could not be inverted: 65,537 fp32 numbers round to each even bf16 number, and a 16-bit
 remainder distinguishes only 65,536. An fp16 weight cannot be the upper half of its master, because fp16 has fewer
-exponent bits than fp32. Joining the halves costs a shift and an addition per weight and step. Source:
+exponent bits than fp32. Joining the halves costs a shift and an addition per element. Source:
 github.com/tascj/offload_adam.
 """
 
@@ -26,19 +26,19 @@ HALF = 1 << 15
 
 
 def rounded(wide: Tensor, out: Tensor) -> None:
-    """Rounds `wide` (fp32) half up into `out` (bf16, equal shape). If one of the two tensors is not contiguous,
-    rounding needs a temporary tensor of 4 bytes per element.
+    """Rounds `wide` (fp32) to nearest, ties away from zero, into `out` (bf16, equal shape). If one of the two tensors
+    is not contiguous, rounding needs a temporary tensor of 4 bytes per element.
 
-    The bits of a NaN are rounded like the bits of a number. NaNs that arithmetic produces stay NaN. But a NaN whose
-    upper half is 0x7fff or 0xffff may become 0, and a NaN whose upper half equals the upper half of infinity may become
-    infinite.
+    The bits of a NaN are rounded like the bits of a number. The NaN that a CPU produces in arithmetic (0x7fc00000 or
+    0xffc00000) stays NaN. But a NaN whose upper half is 0x7fff or 0xffff may become zero, for example the NaN that a
+    CUDA device produces (0x7fffffff). A NaN whose upper half equals the upper half of infinity may become infinite.
     """
     _round(_bits(wide, torch.float32), _bits(out, torch.bfloat16))
 
 
 def round_into(wide: Tensor, out: Tensor) -> None:
-    """Rounds an fp32 master `wide` into its 16-bit weight `out`. A bf16 weight is rounded half up, even if its master
-    is not stored in two halves. An fp16 weight is rounded to nearest even."""
+    """Rounds an fp32 master `wide` into its weight `out`. A bf16 weight is rounded as in `rounded`, even if its master
+    is not stored in two halves. An fp16 weight is rounded to nearest even, and an fp32 weight is a copy."""
     if out.dtype == torch.bfloat16:
         rounded(wide, out)
     else:
@@ -47,7 +47,7 @@ def round_into(wide: Tensor, out: Tensor) -> None:
 
 def halves(wide: Tensor) -> tuple[Tensor, Tensor]:
     """Splits `wide` (fp32). Returns: (upper half in bf16, lower half in int16), both contiguous and in the shape of
-    `wide`. For NaNs see `rounded`."""
+    `wide`. For NaNs, see `rounded`."""
     upper, rest = (
         torch.empty_like(wide, dtype=dtype, memory_format=torch.contiguous_format)
         for dtype in (torch.bfloat16, torch.int16)
@@ -63,15 +63,15 @@ def split_into(wide: Tensor, upper: Tensor, rest: Tensor) -> None:
 
 
 def joined(upper: Tensor, rest: Tensor, out: Tensor | None = None) -> Tensor:
-    """Joins an upper half (bf16) and a lower half (int16) to the exact fp32 numbers, and returns them. Args: out: fp32
-    tensor for the result; None: a new tensor."""
+    """Joins an upper half (bf16) and a lower half (int16) into the fp32 numbers that were split, bit for bit, and
+    returns these numbers. Args: out: fp32 tensor for the result; None: a new tensor."""
     out = torch.empty_like(upper, dtype=torch.float32) if out is None else out
     _join(_bits(upper, torch.bfloat16), rest, _bits(out, torch.float32))
     return out
 
 
-# Custom operators, so that memory trackers see one operator per tensor. Without them, trackers would see three
-# operators of torch per chunk, and 70B parameters are 67,000 chunks.
+# `_round` and `_join` are custom operators, so that memory trackers see one operator per tensor. Otherwise trackers
+# would see up to three torch operators per chunk, and 70B parameters are 67,000 chunks.
 
 
 @torch.library.custom_op("lowmem::round_half_up", mutates_args=("upper",))

@@ -1,6 +1,6 @@
 """Unscales and clips stored gradients, and computes gradient norms.
 
-The optimizers in `step/optimizer.py` and `offload/host_optimizer.py`, and strategies, call these functions. A stored
+Optimizers (such as `step/optimizer.py` and `offload/host_optimizer.py`) and strategies call these functions. A stored
 gradient has 16 or 32 bits, and may still be multiplied by the loss scale.
 """
 
@@ -27,8 +27,8 @@ class Reading(NamedTuple):
     clip: float = 1.0
 
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the converted gradient as an fp32 copy, written to `out` if given. Multiplying by factors of 1 does
-        not change any bit."""
+        """Returns the converted gradient, in fp32, in a new tensor or in `out`. Multiplying by factors of 1 does not
+        change any bit."""
         wide = gradient.to(torch.float32, copy=True) if out is None else out.copy_(gradient)
         wide = wide.mul_(self.unscale)
         if self.limit < math.inf:
@@ -40,14 +40,14 @@ AS_STORED = Reading()
 
 
 class Gradients(NamedTuple):
-    """Facts about a window's gradients, known before the optimizer step.
+    """Properties of a window's gradients that are known before the optimizer step.
 
     Args:
         norm: (), global L2 norm of the unscaled gradients before clipping; None: there are no gradients, or the norm is
             not known, because the host has applied gradients during backward (early updates).
         finite: True if all gradients and their norms are finite, or if there are no gradients to check.
-        loss_is_finite: True if the window's loss is finite, or if a callback has checked the loss before (early
-            updates).
+        loss_is_finite: True if the window's loss is finite. Also True with early updates, since a callback has already
+            checked the loss.
     """
 
     norm: Tensor | None
@@ -69,7 +69,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def norm_of_all(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Returns the L2 norm of all gradients of the parameters together. Every parameter must have a gradient."""
+    """Returns the L2 norm of the gradients of all parameters together. Every parameter must have a gradient."""
     return norm([p.grad for p in parameters])
 
 

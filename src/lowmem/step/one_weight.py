@@ -6,9 +6,9 @@ summary.
     RunsAs      `runs_as`: names the implementation in use
 
 `HostWeight.step` calls `step_from`, and `StochasticHostWeight.step` calls `step_narrow` (`offload/host_weight.py`). If
-the model computes on a card, these two callers run in the host thread. If an optimizer lacks the interface, the caller
-converts gradient and weight to fp32, calls the optimizer's `step`, and rounds the result. `OnePass` and `InPieces`
-avoid these fp32 copies.
+the model computes on a card, these two callers run in the host thread. If an optimizer is not `OnePass` or `InPieces`,
+the caller converts gradient and weight to fp32, calls the optimizer's `step`, and rounds the result. `OnePass` and
+`InPieces` avoid fp32 copies of the full weight and gradient.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ class Step(NamedTuple):
             master is stored in two halves.
         reading: unscales and clips the gradient before the update.
         narrow: p's shape, in bf16 or fp16, or in fp32 if an adapter keeps the weight in fp32; receives the new weight.
-            None: only p is updated.
+            In `step_narrow`, `narrow` also contains the old weight; in `step_from` with `rest`, its upper half. None:
+            only p is updated.
     """
 
     gradient: Tensor
@@ -46,8 +47,8 @@ class OnePass:
         """Updates a parameter on the host. `HostWeight.step` calls this method instead of `step`.
 
         Args:
-            step: the new weight is rounded into `step.narrow`: half up in bf16, to nearest even in fp16. If
-                `step.narrow` is None, only p is updated.
+            step: the new weight is rounded into `step.narrow` as by `fp32_halves.round_into`. If `step.narrow` is None,
+                only p is updated.
             rest: int16, p's shape, contiguous: the lower half of the fp32 weight, whose upper half is `step.narrow`
                 (bf16, contiguous; see `step/fp32_halves.py`). Both halves are read and updated, and p's data is not
                 read. None: the fp32 weight is p's data.
@@ -56,15 +57,15 @@ class OnePass:
 
 
 class InPieces:
-    """An optimizer that updates a 16-bit weight piece by piece, which avoids a full fp32 copy of the weight."""
+    """An optimizer that updates a 16-bit weight piece by piece, to avoid a full fp32 copy of the weight."""
 
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
         """Updates a weight that has no fp32 master. `StochasticHostWeight.step` calls this method instead of `step`.
 
         Args:
             step: `step.narrow` (contiguous) is the weight, which is updated in place. p's data is not read.
-            round: function (fp32 piece, corresponding piece of `step.narrow`) that rounds the fp32 piece into the
-                16-bit piece. Both pieces are flat. The function must be called in the order of the elements.
+            round: called with (fp32 piece, corresponding piece of `step.narrow`), both flat; rounds the first into the
+                second. Must be called in the order of the elements, because it draws random numbers.
         """
         raise NotImplementedError
 

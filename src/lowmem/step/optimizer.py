@@ -1,13 +1,15 @@
 """Wraps a torch optimizer, so that all kinds of weights have one interface for the update at the end of a window.
 
-A window is the micro-batches of one optimizer step. `training_step` calls these methods of the wrapper in this order.
-It does not call `clip` and `step` if it skips the step, and calls none of the methods if no token of the window counts
-in the loss:
+A window is the group of micro-batches of one optimizer step. `CausalLM.training_step` calls these methods of the
+wrapper, in this order:
 
     finish            complete the gradients, compute their norm, check that loss and gradients are finite
     clip              by value, then by global norm
     step              update the weights
     drop_gradients    free the gradients
+
+`clip` and `step` are not called if the step is skipped. None of the methods is called if no token of the window counts
+in the loss.
 
 The classes of wrappers:
 
@@ -47,8 +49,8 @@ class WindowOptimizer(Optimizer):
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
         """Completes a window's gradients, after the window's last backward pass.
 
-        The training thread waits here, once per window, until the loss and all gradients are computed, and reads
-        whether they are finite.
+        The training thread waits in this method until the loss and all gradients are computed, and reads whether they
+        are finite.
 
         Args:
             loss: (), the window's mean loss.
@@ -103,8 +105,8 @@ class WindowOptimizer(Optimizer):
 
 
 class DeviceOptimizer(WindowOptimizer):
-    """Updates parameters whose gradients are in `p.grad`, where the parameters are stored: on the device, or with
-    strategy=fsdp_offload in host memory.
+    """Updates parameters whose gradients are in `p.grad`. The update runs where the parameters are stored: on the
+    device, or with strategy=fsdp_offload in host memory.
 
     Args:
         inner: the wrapped optimizer.
@@ -167,8 +169,8 @@ class DeviceOptimizer(WindowOptimizer):
         self._stepped_norms.clear()
 
     def use_up(self, name: str, gradient: Tensor) -> None:
-        """Stores the norm of a gradient that is applied inside backward; `finish` reads the norm. The norm stays on the
-        device, so the host does not wait."""
+        """Stores the norm of a gradient that is applied inside backward, for `finish`. The norm stays on the device, so
+        the host does not wait. Args: name: the parameter's name; gradient: its gradient."""
         self._stepped_norms[name] = norm_of(gradient)
 
     def with_gradient(self) -> Iterator[tuple[dict, nn.Parameter]]:

@@ -122,7 +122,7 @@ class CardLane:
         with torch.cuda.device(self.device):
             code = cudart.cudaHostRegister(place, memory.nbytes, 0)
         if int(code):
-            with suppress(RuntimeError):  # CUDA reports the error again at the next kernel launch; this clears it
+            with suppress(RuntimeError):  # CUDA would report the error again at the next launch: clear it here
                 torch.ones(1, device=self.device)
             return cudart.cudaGetErrorString(code)
         self._registered[place] = weakref.finalize(memory, cudart.cudaHostUnregister, place)

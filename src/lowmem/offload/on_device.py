@@ -1,5 +1,5 @@
-"""Defines the interface `WeightsOnDevice`: where weights are stored while they are not in use, and in which order the
-micro-batches run through the blocks.
+"""Defines the interface `WeightsOnDevice`. Its classes decide where weights are stored while they are not in use, and
+in which order the micro-batches of a window run through the blocks.
 
 `WeightsOnDevice` itself is the default: all weights stay on the device. `StreamedWeights` (`streamed.py`) overrides
 most methods. The main callers are `MasterWeights`, `HostOptimizer` and `CausalLM`. They call:

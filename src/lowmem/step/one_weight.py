@@ -60,7 +60,8 @@ class InPieces:
     """An optimizer that updates a 16-bit weight piece by piece, to avoid a full fp32 copy of the weight."""
 
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
-        """Updates a weight that has no fp32 master. `StochasticHostWeight.step` calls this method instead of `step`.
+        """Updates a weight that has no fp32 master. `StochasticHostWeight.step` calls this method instead of the
+        optimizer's `step`.
 
         Args:
             step: `step.narrow` (contiguous) is the weight, which is updated in place. p's data is not read.

@@ -5,20 +5,20 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
 class Adapter:
-    """Base class of adapters: callables that add trained weights to a model. The class attributes are read before the
-    model is loaded."""
+    """Base class of adapters: callables that add trainable weights to a model. A run reads the class attributes before
+    it loads the model."""
 
-    # True: only the adapter is trained, and the model's own weights are frozen. The adapter's weights are in fp32 even
-    # if the precision stores the model's weights in 16 bits. With fp32 masters (bf16-master, 16-master), the adapter's
-    # weights on the device have 16 bits, and their masters are in fp32.
+    # True: the model's own weights are frozen, and only the adapter is trained. The adapter's weights are in fp32 even
+    # if the precision stores the model's weights in 16 bits. Exception: precisions with fp32 masters (bf16-master,
+    # 16-master) store 16-bit adapter weights on the device, and their fp32 masters on the host.
     freezes_base = False
     in_4_bits = False  # True: the matrices of the base model are quantized to 4 bits
     breaks_graphs = False  # True: torch.compile cannot trace the layers of the adapter
 
     @classmethod
     def while_loading(cls, path: str | None) -> QuantizationConfigMixin | None:
-        """Returns the `quantization_config` with which transformers loads published weights, or None if the weights are
-        not quantized. Args: path: the folder of an existing adapter; None: a new adapter."""
+        """Returns the argument `quantization_config` of from_pretrained for the base model; None: the base model is not
+        quantized. Args: path: the adapter folder that the run starts from; None: a new adapter."""
         return None
 
     def __call__(self, model: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
 """Freezes weights of the model by name (`freeze=`), in addition to the weights that an adapter has frozen.
 
-A frozen weight has no gradient, optimizer state, master or weight decay, and checkpoints do not contain it. The price
-is quality, because fewer weights can adapt to the data.
+A frozen weight has no gradient, no optimizer state, no master and no weight decay, and checkpoints do not contain it.
+The price is quality, because fewer weights can adapt to the data.
 """
 
 import logging
@@ -21,8 +21,12 @@ def none(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes parameters in place. Args: patterns: patterns of full parameter names, such as `transformer.wte.*`; a
-    tied parameter matches by any of its names.
+    """Freezes, in place, all parameters whose names match a pattern.
+
+    Args:
+        model: the model, with its adapter if there is one.
+        patterns: fnmatch patterns for full parameter names, such as `transformer.wte.*`. A tied parameter is frozen if
+            one of its names matches.
 
     Raises:
         Refused: a pattern matches no parameter, or no parameter is left to train.

@@ -1,17 +1,17 @@
 """LoRA and DoRA: the model is frozen, and two small matrices are trained beside each adapted linear layer.
 
-Gradients, optimizer state and checkpoints shrink to a few percent of their size. An adapted layer computes x W + (alpha
-/ r) x A B instead of x W, where A and B are matrices of rank r. B is initialized to zero, so training starts from the
-unchanged model. DoRA also trains the norm of the weights of each output feature.
+Gradients, optimizer state and checkpoints shrink to a few percent of their size in full fine-tuning. An adapted layer
+computes x W + (alpha / r) x A B instead of x W, where A and B have rank r. B is initialized to zero, so training starts
+from the unchanged model. DoRA also trains a magnitude for each output feature: the norm of its weights.
 
-A frozen layer does not save its input for a weight gradient, but its adapter does: the gradient of A needs the input,
-in the dtype of the product x A. The adapter's weights are in fp32 even if the model has 16-bit weights, because 16 bits
-would lose small updates. With fp32 masters, the device stores the adapter's weights in 16 bits, and the masters are in
-host memory.
+A frozen layer needs its input only in the forward pass. Its adapter needs the input in backward too, for the gradient
+of A, so autograd saves the input in the dtype of the product x A. The adapter's weights are in fp32 even if the model
+has 16-bit weights, because 16 bits would lose small updates. With fp32 masters, the device stores the adapter's weights
+in 16 bits, and the masters are in host memory.
 
-The adapted layers are PEFT's classes. Adapters are read and written in PEFT's format: a folder with
-`adapter_config.json` and `adapter_model.safetensors`, which this module calls an adapter folder. Sources: Hu et al.
-2021, arXiv 2106.09685; Liu et al. 2024, arXiv 2402.09353.
+Adapted linear layers are instances of PEFT's classes; adapted stacks of fused experts are in `stacks.py`. Adapters are
+read and written in PEFT's format: a folder with `adapter_config.json` and `adapter_model.safetensors`, which this
+module calls an adapter folder. Sources: Hu et al. 2021, arXiv 2106.09685; Liu et al. 2024, arXiv 2402.09353.
 """
 
 import logging
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Metadata in the header of WEIGHTS, for which PEFT's config has no keys. BASE: the base was quantized to 4 bits.
-# BASE_DTYPE: key of the dtype of the base weights before quantization. EXPERTS: fused experts were quantized too (older
-# versions of lowmem did not quantize them).
+# Metadata in the header of WEIGHTS, because PEFT's config has no keys for it. BASE: the base model was quantized to 4
+# bits. BASE_DTYPE: the key whose value is the dtype that the base weights had before quantization. EXPERTS: fused
+# experts were quantized too (older versions of lowmem did not quantize them).
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
-PREFIX = "base_model.model."  # every tensor name in WEIGHTS begins with this prefix
+PREFIX = "base_model.model."  # PEFT's prefix of the tensor names in WEIGHTS
 RANK, ALL = 16, "all-linear"  # defaults of r and target
-WITH_EXPERTS = {"none": False, "lora": True}  # argument `experts` -> whether fused experts get matrices
-# Keys of an adapter folder's config that may differ from PEFT's defaults: this module handles them, or they do not
-# affect a trained adapter.
+WITH_EXPERTS = {"none": False, "lora": True}  # argument `experts` -> whether fused experts get LoRA matrices
+# Keys of an adapter folder's config that may differ from PEFT's defaults. Either this module or PEFT applies the value,
+# or the value does not affect an adapter that is already trained.
 UNDERSTOOD = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -59,36 +59,35 @@ UNDERSTOOD = {
     *("base_model_name_or_path", "megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("eva_config", "corda_config", "loftq_config", "lora_ga_config"),  # read only by initializations
 }
-# Supported values of init_lora_weights. With most other values PEFT changes the base weights when it loads an adapter.
+# Supported values of init_lora_weights. With most other values, PEFT changes the base weights when it adds the adapter.
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
-# A Mamba mixer passes the weights of these linear layers to a CUDA kernel and does not call the layers, so their
-# adapters would have no effect.
+# With its CUDA kernels, a Mamba mixer passes the weights of these linear layers to a kernel instead of calling the
+# layers, so adapters of these layers would have no effect.
 READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 
 
 class LoRA(Adapter):
     """Adds LoRA to a model in place, and freezes the model's own weights.
 
-    With `path`, r, alpha, target and experts are read from the adapter folder if they are None; otherwise they must
-    agree with the folder. Calling the object always adds a new adapter; `load` later loads the folder's tensors into
-    this adapter.
+    With `path`, the adapter folder decides r, alpha, target and experts; an argument that is not None must agree with
+    the folder. Calling the object always adds an untrained adapter, into which `load` later loads the folder's tensors.
 
     Args:
         r: rank; None: 16, or the folder's rank.
         alpha: scales the LoRA update by alpha / r, or by alpha / sqrt(r) if the folder's config has `use_rslora`; None:
             2 r, or the folder's value.
-        dropout: dropout probability of A's input.
-        target: all-linear, or patterns of names of linear layers such as q_proj or *.mlp.*; None: all-linear, or the
-            folder's layers. Embeddings, the head, routers and layers whose weights a Mamba kernel reads are never
-            adapted.
+        dropout: dropout probability for the input of A.
+        target: all-linear, or patterns for the names of linear layers, such as q_proj or *.mlp.*; None: the folder's
+            layers, or all-linear without a folder. Embeddings, the head, routers, and layers whose weights a Mamba
+            kernel reads are not adapted.
         path: adapter folder to start from; None: a new adapter, with B = 0.
-        experts: lora: fused experts also get matrices, of rank r per expert; none: fused experts get no matrices; None:
-            none, or as in the folder. Experts that are separate linear layers are adapted like other linear layers.
+        experts: lora: each fused expert also gets matrices of rank r; none: fused experts get no matrices; None: as in
+            the folder, or none without a folder. Experts that are separate linear layers are selected by `target`.
 
     Raises:
-        Refused: path is not an adapter folder, contains an unsupported kind of adapter, contradicts an argument, or
-            needs another adapter= (LoRA instead of DoRA or the reverse, or a quantized base); or fused experts would
-            get matrices together with dropout or DoRA.
+        Refused: `path` is not an adapter folder; or its adapter is of an unsupported kind, contradicts an argument, or
+            needs another adapter= (lora instead of dora, dora instead of lora, or qlora for a quantized base); or fused
+            experts would get matrices together with dropout or DoRA.
     """
 
     freezes_base = True
@@ -126,9 +125,10 @@ class LoRA(Adapter):
         """Adds the adapter in place.
 
         Raises:
-            Refused: the target or the adapter folder names no layer, or a layer or stack that cannot be adapted; the
-                target contradicts the adapter folder; fused experts would get matrices, but the model has none; PEFT
-                cannot adapt the model, or could not load the DoRA adapter that the run would export.
+            Refused: the target or the adapter folder names no layer of the model, or names a layer or stack that cannot
+                be adapted; the target contradicts the adapter folder; fused experts should get matrices, but the model
+                has no fused experts; PEFT cannot adapt the model, or could not load the DoRA adapter that the run would
+                export.
         """
         own_count, linear, stacks = parameters(model), _linear(model), self._stacks(model)
         if self.path is None:
@@ -170,8 +170,8 @@ class LoRA(Adapter):
         """Returns the names of the stacks of fused experts that get matrices; empty if experts are not adapted.
 
         Raises:
-            Refused: experts are adapted, but the model has no fused experts, or lacks a stack that the adapter folder
-                names.
+            Refused: experts should be adapted, but the model has no fused experts, or lacks a stack that the adapter
+                folder names.
         """
         if not self.adapts_experts:
             return []
@@ -190,8 +190,9 @@ class LoRA(Adapter):
         return [name for name in every if any(_meant(name, pattern) for pattern in patterns or ["*"])]
 
     def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
-        """Returns the config of an adapter folder. Args: r, alpha: the arguments of `LoRA`. Raises: Refused: the folder
-        does not contain a readable adapter of a supported kind, contradicts an argument, or needs another adapter=."""
+        """Returns the config of an adapter folder, prepared for a new adapter. Args: r, alpha: the arguments of `LoRA`.
+        Raises: Refused: the folder has no readable adapter of a supported kind, or the adapter contradicts an argument
+        or needs another adapter=."""
         from peft import LoraConfig, PeftConfig, PeftType
 
         line = f"adapter.path={self.path}"
@@ -230,9 +231,13 @@ class LoRA(Adapter):
         return config
 
     def _check_base(self, folder: Path) -> None:
-        """Refuses an adapter of a quantized base if this run does not quantize its base, and logs a warning in the
-        opposite case. PEFT's config does not say whether the base was quantized, so the header of the weight file is
-        read. Raises: Refused."""
+        """Checks that the adapter and this run agree on whether the base model is quantized. PEFT's config does not
+        contain this, so the header of the weight file is read. If the run quantizes the base and the header does not
+        say that it was quantized, a warning is logged.
+
+        Raises:
+            Refused: the adapter was trained on a quantized base, which this run does not quantize.
+        """
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
                 f"adapter.path={self.path}: this adapter was trained on a base model quantized to 4 bits, and this "
@@ -245,8 +250,8 @@ class LoRA(Adapter):
             )
 
     def _names_of_folder(self, model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
-        """Returns the names of the linear layers that the adapter in the folder changes. Raises: Refused: a layer
-        cannot be adapted, or `target` is not None and matches other layers."""
+        """Returns the names of the linear layers that the folder's adapter changes. Raises: Refused: one of these
+        layers cannot be adapted, or `target` matches a different set of layers."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         if self.config.target_modules == ALL:
@@ -275,15 +280,15 @@ class LoRA(Adapter):
 
 
 class DoRA(LoRA):
-    """LoRA that also trains the norm of the weights of each output feature. Each forward pass computes the product A B,
-    which is as large as W."""
+    """LoRA that also trains a magnitude for each output feature: the norm of its weights. To compute the norms, each
+    forward pass computes the product A B, which has the shape of W."""
 
     magnitudes = breaks_graphs = True
 
 
 def stands_on_4_bits(folder: Path) -> bool:
-    """Returns True if the header of an adapter folder's weight file says that the base was quantized to 4 bits. Only
-    adapters that lowmem wrote say this."""
+    """Returns True if the header of an adapter folder's weight file says that the base model was quantized to 4 bits.
+    PEFT does not write this metadata; lowmem does."""
     return BASE.items() <= _head(folder).items()
 
 
@@ -294,9 +299,9 @@ def experts_in_4_bits(path: str) -> bool:
 
 
 def base_dtype(path: str | None) -> torch.dtype | None:
-    """Returns the dtype that the base weights of an adapter had before they were quantized. A run that starts from the
-    adapter must quantize weights of this dtype to get the base that the adapter was trained on. Returns None if path is
-    None, or if the header of the weight file does not name a dtype."""
+    """Returns the dtype that an adapter's base weights had before they were quantized. To get the base that the adapter
+    was trained on, a run that starts from the adapter must quantize weights of this dtype. Returns None if `path` is
+    None, or if the header of the weight file does not name a dtype of torch."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
     dtype = getattr(torch, name, None) if name else None
     return dtype if isinstance(dtype, torch.dtype) else None
@@ -322,7 +327,7 @@ def load(model: PreTrainedModel, path: str) -> None:
     try:
         saved = load_file(Path(path).expanduser() / WEIGHTS)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
-        if {*tensors} == {*names.values()}:  # not loaded by PEFT, which renames tensors of some architectures
+        if {*tensors} == {*names.values()}:  # without PEFT's function, which renames tensors of some architectures
             model.load_state_dict({ours: tensors[name] for ours, name in names.items()}, strict=False)
             return
         result = set_peft_model_state_dict(model, tensors)
@@ -342,7 +347,7 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
 
     In models with fused experts, PEFT mistakes names such as gate_proj for the names that experts had in older versions
     of transformers, and adapts the experts instead. So the weights of layers with such names are listed in
-    `target_parameters`. PEFT adapts a 2-D parameter like a linear layer, with the same tensor names and shapes.
+    `target_parameters`. There, PEFT adapts a 2-D parameter with the tensor names and shapes of a linear layer.
     """
     (config,) = model.peft_config.values()
     names = [*_adapted(model)]
@@ -357,9 +362,9 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
 
 
 def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of the adapter's tensors that PEFT would rename when it loads them, and then would not find in
-    the model; empty if this version of PEFT does not rename tensors. Args: tensors: name in an adapter folder -> tensor
-    of the adapter."""
+    """Returns the names of tensors that PEFT could not load, because it would rename them and then not find the new
+    names in the model; empty if this version of PEFT does not rename tensors. Args: tensors: name in an adapter folder
+    -> tensor."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError:
@@ -369,8 +374,8 @@ def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) ->
 
 
 def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Returns the names in `names` that PEFT would mistake for old names of fused experts; empty if this version of
-    PEFT does not rename layers."""
+    """Returns the layer names in `names` that PEFT would mistake for old names of fused experts; empty if this version
+    of PEFT does not rename layers."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:
@@ -393,12 +398,12 @@ def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str])
 def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> None:
     """Adds PEFT's adapters to exactly the layers `names`, and freezes all other parameters.
 
-    The names are passed to PEFT as the keys of a state dict. PEFT would rewrite some names in `target_modules` before
-    matching them, and adapt the wrong layers (see `targets_for_peft`).
+    The names are passed to PEFT as the keys of a state dict, not as `target_modules`: PEFT would rewrite some names in
+    `target_modules` before matching them, and adapt the wrong layers (see `targets_for_peft`).
 
     Raises:
         Refused: PEFT cannot adapt the model.
-        RuntimeError: PEFT has adapted other layers.
+        RuntimeError: the layers that PEFT has adapted are not `names`.
     """
     from peft import inject_adapter_in_model
 
@@ -424,8 +429,8 @@ def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) 
 
 
 def _beyond(config: "LoraConfig", default: "LoraConfig") -> list[str]:
-    """Returns the settings of a folder's config that `LoRA` does not support, each as text for an error message. Args:
-    default: PEFT's defaults, which are supported."""
+    """Returns the unsupported settings of a folder's config, each as text for an error message. Args: default: a config
+    with PEFT's default values, which are supported."""
     values, usual = config.to_dict(), default.to_dict()
     more = [key for key in values if key not in UNDERSTOOD and (values[key] or None) != (usual.get(key) or None)]
     if _stacks_of(config) and (config.rank_pattern or config.alpha_pattern):
@@ -445,18 +450,19 @@ def _stacks_of(config: "LoraConfig") -> list[str]:
 
 
 def _is_weight(name: str) -> bool:
-    """Returns True if a name in `target_parameters` is the weight of a linear layer; False: a stack of experts."""
+    """Returns True if a name in `target_parameters` belongs to the weight of a linear layer, and False if it belongs to
+    a stack of experts."""
     return name.endswith(".weight")
 
 
 def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the adapter's tensors: name in an adapter folder, without PREFIX -> tensor. Args: values: name -> value,
-    for all `parameters_of` the adapter."""
+    """Returns name in an adapter folder, without PREFIX -> tensor, for all tensors of the adapter. Args: values: name
+    of a parameter -> its value; must contain all names that `parameters_of` returns."""
     return {name: values[ours] for ours, name in _names_in_folder(model).items()}
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) of the adapter's parameters, including those that `freeze=` has frozen."""
+    """Returns (name, parameter) for each parameter of the adapter, including parameters that `freeze=` has frozen."""
     return [
         (name, p)
         for name, p in model.named_parameters()
@@ -465,16 +471,17 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def has_frozen(model: nn.Module) -> bool:
-    """Returns True if `freeze=` has frozen parameters of the adapter."""
+    """Returns True if `freeze=` has frozen at least one parameter of the adapter."""
     return not all(p.requires_grad for _, p in parameters_of(model))
 
 
 def _names_in_folder(model: nn.Module) -> dict[str, str]:
-    """Returns name of an adapter's parameter -> its name in an adapter folder, without PREFIX.
+    """Returns name of a parameter of the adapter -> its name in an adapter folder, without PREFIX.
 
-    Names in a folder lack the adapter's name "default": x.lora_A.weight instead of x.lora_A.default.weight. PEFT wraps
-    a module with fused experts once for each adapted stack. The wrapper of the last stack is the outermost one. The
-    tensor names of a stack have one `base_layer` for each wrapper around the wrapper of this stack.
+    Names in a folder do not contain "default", PEFT's name of the adapter: x.lora_A.weight instead of
+    x.lora_A.default.weight. PEFT wraps a module with fused experts once for each adapted stack, and the wrapper of the
+    last stack is the outermost one. In the tensor names of a stack, `base_layer` is repeated once for each wrapper that
+    is outside of this stack's own wrapper.
     """
     names = {
         name: name.replace(".default.weight", "" if "lora_magnitude_vector" in name else ".weight")
@@ -495,15 +502,15 @@ def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _read_by_kernels(model: nn.Module) -> set[str]:
-    """Returns the names of the layers whose weights a Mamba mixer passes to its kernel. A module with the attributes
-    A_log and D counts as a Mamba mixer."""
+    """Returns the names of the layers whose weights a Mamba mixer passes to its kernel. Mixers are recognized by their
+    attributes A_log and D."""
     mixers = [name for name, module in model.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
     return {f"{name}.{layer}" for name in mixers for layer in READ_BY_MAMBA}
 
 
 def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | Sequence[str]) -> list[str]:
-    """Returns the names of the layers that match `target`, in the order of the model. A pattern may omit the first
-    components of a name.
+    """Returns the names in `linear` that match `target`, in the order of `linear`. A pattern may omit the first
+    components of a name: q_proj matches model.layers.0.self_attn.q_proj.
 
     Args:
         model: the model, for error messages.
@@ -511,7 +518,7 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
         target: all-linear, or patterns.
 
     Raises:
-        Refused: a pattern matches none of these layers.
+        Refused: a pattern matches no name in `linear`.
     """
     if target == ALL:
         target = ["*"]
@@ -530,15 +537,15 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
 
 
 def _shortest(model: nn.Module, chosen: list[str]) -> list[str]:
-    """Returns names for `target_modules` that select the layers `chosen`: the last components of their names if no
-    other module has such a name, otherwise the full names."""
+    """Returns values for `target_modules` that select exactly the layers `chosen`: the last components of their names
+    if the names of all other modules end differently, otherwise the full names."""
     ends = {name.rpartition(".")[2] for name in chosen}
     ending_so = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
     return sorted(ends) if ending_so == chosen else chosen
 
 
 def _meant(name: str, pattern: str) -> bool:
-    """Returns True if a pattern matches a name, or the last components of the name."""
+    """Returns True if a pattern matches the full name, or the last components of the name."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -550,16 +557,15 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _measure(layer: nn.Module) -> None:
-    """Computes DoRA's magnitudes (the norms of the weights of each output feature) again in fp32, in place. If the
-    magnitudes were computed in 16 bits, their rounding errors would change the model before training. Does nothing for
-    LoRA."""
+    """Computes DoRA's magnitudes again, in fp32 and in place: rounding errors of magnitudes that were computed in 16
+    bits would change the model before training. Does nothing for LoRA."""
     for vector in layer.lora_magnitude_vector.values():
         none = torch.zeros(())
         vector.weight.data = vector.get_weight_norm(layer.get_base_layer().weight.detach().float(), none, 1.0)
 
 
 def _left_out(model: PreTrainedModel) -> str:
-    """Returns text for a log line that lists weights without an adapter: embeddings, the head, and stacks of fused
+    """Returns text for a log line that names weights without an adapter: embeddings, the head, and stacks of fused
     experts without LoRA."""
     head, tied = model.get_output_embeddings(), model.get_input_embeddings().weight
     left_out = ["embeddings"]

@@ -2,21 +2,22 @@
 
 Each block of 64 elements is divided by its largest magnitude, and each element is rounded to one of the 16 values of
 NF4, which are quantiles of a normal distribution. The scales, one per block, are stored in 8 bits, with one
-second-level scale per 256 scales (double quantization). For each product, in forward and in backward, the matrix is
-dequantized to the product's dtype and then freed, so autograd does not save a copy of the matrix. The price is the time
-to dequantize, and a rounding error whose RMS is about 9 % of the RMS of the weights. The quantized matrix cannot be
-trained; LoRA trains additional matrices (`lora.py`). Source: Dettmers et al. 2023, arXiv 2305.14314.
+second-level scale per 256 scales (double quantization). Each product of a linear layer, in forward and in backward,
+dequantizes the matrix to the product's dtype and then frees the dequantized copy; autograd does not save it. The price
+is the time to dequantize, and a rounding error whose RMS is about 9 % of the RMS of the weights. Quantized matrices are
+frozen; LoRA trains additional matrices (`lora.py`). Source: Dettmers et al. 2023, arXiv 2305.14314.
 
 This module uses bitsandbytes' operators, but not its layer, for four reasons:
 
-- On a CPU with AVX512-BF16, the layer repacks its matrix in an evaluation, after which all gradients through the layer
-  are silently wrong.
-- The layer stores its scales where neither the memory ledger nor a trace finds them.
-- On a CPU, the layer misplaces the blocks of a matrix if the length of its rows is not a multiple of 64. This module
-  divides the flattened matrix, padded with zeros, into blocks.
+- On a CPU with AVX512-BF16, an evaluation makes the layer repack its matrix. Afterwards, all gradients through the
+  layer are silently wrong.
+- The layer stores its scales outside of its parameters and buffers, where neither the memory ledger nor a trace finds
+  them.
+- On a CPU, the layer misplaces the blocks of a matrix whose row length is not a multiple of 64. This module flattens
+  the matrix, pads it with zeros, and divides the result into blocks.
 - A CPU dequantizes this module's layout up to ten times as fast as the layout of the layer.
 
-Fused experts are quantized expert by expert, so that each expert gets the codes that a separate matrix would get.
+Fused experts are quantized one by one, so that each expert gets the codes that a separate matrix would get.
 """
 
 import logging
@@ -43,16 +44,16 @@ ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
 with torch.device("cpu"):  # computed only once, because a trace would count the temporary tensors of each call
-    SCALES = create_dynamic_map().tolist()  # code of a scale (8 bits) -> value, relative to the second-level scale
-PIECE = 1 << 22  # elements that are quantized at once; on a CPU each needs about 20 bytes of temporary memory
+    SCALES = create_dynamic_map().tolist()  # index: 8-bit code of a scale; value: scale / its second-level scale
+PIECE = 1 << 22  # elements that are quantized at once; on a CPU each element needs about 20 bytes of temporary memory
 
 
 class NF4Linear(nn.Linear, Packed):
     """A linear layer (..., in) -> (..., out) whose matrix is stored in 4 bits.
 
     Args:
-        layer: the layer to quantize: an nn.Linear, or GPT-2's Conv1D, whose matrix is (in, out). Its bias becomes the
-            bias of the new layer, and is frozen.
+        layer: the layer to quantize: an nn.Linear, or a Conv1D as in GPT-2, whose matrix is (in, out). The new layer
+            takes over its bias, and freezes it.
     """
 
     def __init__(self, layer: nn.Linear | Conv1D) -> None:
@@ -78,10 +79,10 @@ class NF4Linear(nn.Linear, Packed):
 
     @property
     def weight(self) -> Tensor:
-        """Returns the matrix (out, in) in the dtype that it had before quantization. Each access dequantizes the
-        matrix."""
+        """Dequantizes the matrix at each access. Returns it as (out, in), in the dtype that it had before
+        quantization."""
         matrix = self.dequantized(self.dtype)
-        matrix._is_hf_initialized = True  # otherwise transformers initializes GPT-2's matrices again after loading
+        matrix._is_hf_initialized = True  # otherwise transformers would initialize GPT-2's matrices again after loading
         return matrix
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
@@ -92,8 +93,14 @@ class NF4Linear(nn.Linear, Packed):
         return _Product.apply(x.to(stacks.dtype_of_products(x)), self)
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear | Conv1D:
-        """Returns a frozen nn.Linear or Conv1D, like the original layer, with the dequantized matrix in `dtype`. Args:
-        device: "meta": the matrix has no memory yet; None: the device of this layer."""
+        """Returns a frozen layer with the dequantized matrix: a Conv1D if the original layer was one, otherwise an
+        nn.Linear.
+
+        Args:
+            dtype: dtype of the matrix.
+            device: "meta": the matrix is a meta tensor, without values; None: the matrix is on the device of this
+                layer.
+        """
         return self.as_found(self.linear(dtype, device))
 
     def linear(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear:
@@ -115,7 +122,8 @@ class NF4Linear(nn.Linear, Packed):
 
 
 class _Product(torch.autograd.Function):
-    """The product with the dequantized matrix, plus the bias. Saves only a reference to the layer for backward."""
+    """The product of x and the dequantized matrix, plus the bias. For backward it saves only a reference to the layer,
+    which then dequantizes the matrix again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: NF4Linear) -> Tensor:
@@ -131,8 +139,9 @@ class _Product(torch.autograd.Function):
 class NF4Stack(nn.Module, Packed):
     """A stack of fused experts (experts, rows, columns), stored in 4 bits.
 
-    Each expert has the codes that its matrix would have in an `NF4Linear`. The codes and scales of each expert are
-    padded to complete blocks of scales, so that one call dequantizes all experts.
+    Each expert has the codes that its matrix would have in an `NF4Linear`. So that one call dequantizes all experts,
+    the elements of each expert are padded to a multiple of 64 x 256: then each second-level scale belongs to a single
+    expert.
     """
 
     transposed = False
@@ -142,7 +151,7 @@ class NF4Stack(nn.Module, Packed):
         self.shape, self.dtype, self.packed_elements = experts.shape, experts.dtype, experts.numel()
         elements = experts[0].numel()
         self.padded = -(-elements // (BLOCK * BLOCKS)) * BLOCK * BLOCKS  # elements of one expert, with padding
-        # quantize expert by expert: a padded copy of the full stack would double the memory
+        # quantize the experts one by one: a padded copy of the full stack would double the memory
         codes, scales = zip(*(_in_codes(F.pad(e.flatten(), (0, self.padded - elements))) for e in experts), strict=True)
         scales, own = torch.stack(scales), -(-elements // BLOCK)
         # one call per expert: `mean` of a 2-D tensor may sum in a different order than `mean` of a vector
@@ -177,7 +186,8 @@ def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
 
 
 def _scales(layer: nn.Module) -> Tensor:
-    """Returns the fp32 scales of a layer's blocks, (blocks,). The scale of a block is its largest magnitude."""
+    """Returns the dequantized scales of a layer, (blocks,) in fp32. The scale of a block is the largest magnitude of
+    its elements."""
     scales = ops.dequantize_blockwise(layer.scales, layer.scales_of_scales, layer.table, BLOCKS, torch.float32)
     return scales.view(layer.mean.numel(), -1).add_(layer.mean).flatten()
 
@@ -190,11 +200,12 @@ def _dequantized(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def quantized(matrix: Tensor) -> dict[str, Tensor]:
-    """Quantizes a matrix of n elements, where n includes the zeros that pad the matrix to a multiple of 64.
+    """Quantizes a matrix. Its flattened elements are padded with zeros to n elements, a multiple of 64.
 
     Returns:
         name -> tensor: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, the
-        second-level scales; `table` (256,), which is SCALES; `mean` (), which was subtracted from the scales.
+        second-level scales; `table` (256,), the values of SCALES; `mean` (), the mean scale, which was subtracted from
+        the scales.
     """
     codes, scales = _in_codes(F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)))
     mean = scales.mean()
@@ -215,12 +226,13 @@ def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(model: PreTrainedModel, with_experts: bool = True) -> None:
-    """Quantizes all linear layers and fused experts of the model that are not quantized yet, one by one, in place.
-    Embeddings, the head and routers are not quantized; a rounded router would choose different experts. Models are
-    always quantized on the host, because the codes must not depend on the device.
+    """Quantizes the linear layers and fused experts of the model that are not quantized yet, one by one, in place.
+    Embeddings, the head and routers are not quantized; a rounded router would choose different experts. The caller must
+    call this function while the model is on the host, because the codes must not depend on the device.
 
     Args:
-        with_experts: also quantize fused experts.
+        model: the model.
+        with_experts: True: also quantize fused experts.
 
     Raises:
         Refused: the model has no matrix to quantize.

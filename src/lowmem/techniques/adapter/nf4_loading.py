@@ -1,10 +1,10 @@
-"""Quantizes published weights to NF4 while transformers loads them, so that few unquantized matrices are in memory at
-the same time.
+"""Quantizes published weights to NF4 while transformers loads them, so that only few unquantized matrices are in memory
+at the same time.
 
-If a model were quantized after loading, host memory would first contain the complete unquantized model. For a mixture
-of experts with 30B parameters the unquantized model takes 57 GiB, and the quantized model 17 GiB. transformers reads
-and converts tensors, joins experts into stacks, and then calls the quantizer for each weight. This quantizer creates
-the quantized layers of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
+If a model were quantized after loading, the complete unquantized model would have to fit in host memory: 57 GiB for a
+mixture of experts with 30B parameters, which takes 17 GiB after quantization. transformers reads and converts tensors,
+joins experts into stacks, and then calls the quantizer for each weight. The quantizer in this module creates the layers
+of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
 """
 
 import torch
@@ -35,11 +35,11 @@ class NF4WhileLoading(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class NF4Quantizer(HfQuantizer):
-    """Replaces layers and stacks of experts by quantized versions as soon as their weights are loaded.
+    """Replaces each layer or stack of experts by its quantized version as soon as the weight is loaded.
 
     Some layers are left to `nf4.quantize`, which runs after loading: layers with tied weights, layers that transformers
-    loads in another dtype than the model, and subclasses of nn.Linear with their own forward pass, which may compute
-    more than a product. The loaded model does not keep any setting of the quantizer.
+    loads in a dtype other than that of the model, and subclasses of nn.Linear with their own forward pass, which may
+    compute more than a product. After loading, the quantizer's settings are removed from the model.
     """
 
     is_trainable = True
@@ -87,8 +87,8 @@ class NF4Quantizer(HfQuantizer):
 
 
 class Pack(ConversionOps):
-    """The operation that transformers calls with loaded tensors. It puts quantized layers into the model, and returns
-    the tensors that are not quantized."""
+    """The operation that transformers calls with loaded tensors: it puts quantized layers into the model, and returns
+    the tensors that it has not quantized."""
 
     def __init__(self, quantizer: NF4Quantizer) -> None:
         self.quantizer = quantizer
@@ -109,8 +109,8 @@ class Pack(ConversionOps):
         return others
 
     def _packs(self, model: PreTrainedModel, name: str, tensor: Tensor) -> bool:
-        """Quantizes a weight, replaces its layer or stack, and returns True. If the weight does not have the shape and
-        dtype that the model expects, does nothing and returns False."""
+        """Quantizes a weight, and replaces its layer or stack in the model. Returns False, without any effect, if the
+        shape or dtype of `tensor` is not what the model expects."""
         place, _, key = name.rpartition(".")
         layer = model.get_submodule(place)
         expected = getattr(layer, key)  # on the meta device

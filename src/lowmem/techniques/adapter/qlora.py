@@ -3,7 +3,7 @@
 Published weights are quantized while they are loaded (`nf4_loading.py`); randomly initialized weights are quantized
 after initialization (`nf4.py`). The LoRA matrices (`lora.py`) are trained on the quantized base, so they compensate for
 part of the quantization error. The price: each product dequantizes its matrix, in forward and in backward, and the
-adapter fits only this quantized base. Source: Dettmers et al. 2023, arXiv 2305.14314.
+adapter fits only the base as it was quantized in training. Source: Dettmers et al. 2023, arXiv 2305.14314.
 """
 
 from transformers import PreTrainedModel
@@ -15,7 +15,8 @@ from lowmem.techniques.adapter.nf4_loading import NF4WhileLoading
 
 
 class QLoRA(LoRA):
-    """LoRA on a quantized base. Args and Raises: see `LoRA`. A model without a matrix to quantize is refused, too."""
+    """LoRA on a quantized base. Args and Raises: see `LoRA`; calling the object also raises Refused if the model has no
+    matrix to quantize."""
 
     in_4_bits = True
 
@@ -29,6 +30,6 @@ class QLoRA(LoRA):
 
 
 def _packs_experts(path: str | None) -> bool:
-    """Returns True if this run quantizes fused experts: always with a new adapter, otherwise if the adapter folder says
-    that they were quantized."""
+    """Returns True if this run quantizes fused experts: always for a new adapter (path=None); for an adapter folder
+    only if the folder says that fused experts were quantized in training."""
     return path is None or experts_in_4_bits(path)

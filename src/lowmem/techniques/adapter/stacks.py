@@ -4,8 +4,8 @@ transformers stores fused experts as stacks, parameters of shape (experts, rows,
 experts reads each stack as an attribute. `read_when_used` replaces the class of a module with experts by a subclass
 with the mixin `ComputedExperts`, in which these attributes are properties. Reading a property dequantizes the stack if
 it is in 4 bits, and adds the product of its LoRA matrices if it has any. A computed stack exists only while the experts
-compute. Autograd would keep the stack until backward, so the experts' forward pass is checkpointed, in addition to the
-blocks with gradient_checkpointing=, and recomputed in backward. This costs one more forward pass of the experts.
+compute. Autograd would keep the stack until backward, so the experts' forward pass is checkpointed and recomputed in
+backward, even inside blocks that gradient_checkpointing= checkpoints. This costs one more forward pass of the experts.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ class ComputedExperts:
     the stack, and later accesses return this tensor. Outside of a forward pass, the attribute returns the stack's
     parameter, without LoRA. A quantized stack has no parameter, so each access computes the stack, with LoRA."""
 
-    # during a forward pass: (dtype of products, name -> stack, for the stacks computed so far); otherwise None
+    # (dtype of products, name -> stack for the stacks computed so far) during a forward pass; None outside of it
     _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
 
     def forward(self, *args, **kwargs) -> Tensor:
@@ -50,9 +50,14 @@ class ComputedExperts:
         return _module, (plain_class(self), tuple(sorted(computed_stacks(self)))), self.__dict__
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Module:
-        """Returns a module of transformers' own class, in which the computed stacks are frozen parameters in `dtype`,
-        with LoRA added. Other parameters are shared with this module. Args: device: "meta": the computed stacks have no
-        memory yet; None: the device of this module."""
+        """Returns a module of transformers' own class, in which the computed stacks are frozen parameters, with LoRA
+        added. Other parameters are shared with this module.
+
+        Args:
+            dtype: dtype of the computed stacks.
+            device: "meta": the computed stacks are meta tensors, without values; None: they are on the device of this
+                module.
+        """
         plain, names = copy(self), computed_stacks(self)
         plain.__class__ = plain_class(self)
         plain._parameters = dict(self._parameters)
@@ -68,7 +73,7 @@ class StackLoRA(nn.Module):
     """The LoRA matrices of a stack, of rank r for each expert, with PEFT's shapes, names and initialization.
 
     Args:
-        stack: (experts, rows, columns).
+        stack: the stack or its `NF4Stack`, of shape (experts, rows, columns); only shape and device are used.
         transposed: True: rows are the input features, as in gpt-oss. False: columns are the input features.
         r: rank.
         scaling: factor of the product of the two matrices.
@@ -132,8 +137,9 @@ def adapted_stacks(model: nn.Module) -> list[str]:
 
 
 def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a stack (experts, rows, columns), dequantized and with LoRA added. Args: dtype: dtype of the result;
-    None: the dtype of the parameter, or the dtype that a quantized stack had before quantization."""
+    """Returns a stack (experts, rows, columns), dequantized if it is in 4 bits, and with LoRA added if it has any.
+    Args:
+    dtype: dtype of the result; None: the dtype of the parameter, or of a quantized stack before its quantization."""
     base = stack_weights(experts, name)
     dtype = dtype or base.dtype
     stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantized(dtype)

@@ -1,15 +1,15 @@
 """Defines the interface of losses (`Loss`), two losses (`loss=full` and `loss=chunked`), and the checks that run before
 the first step or evaluation (`Verified`).
 
-A loss takes the model and a micro-batch. `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 for tokens
-that the loss ignores (prompts, padding). A loss returns the *sum* over tokens (a preference loss: over pairs or rated
-answers) in fp32, because `CausalLM` divides the sum by the number of labels, pairs or answers in the full window.
+A loss takes the model and a micro-batch. `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 if the
+loss ignores this token (prompts, padding). A loss returns an fp32 *sum* over tokens (a preference loss: over pairs or
+rated answers), not a mean: `CausalLM` divides by the number of labels, pairs or answers in the full window.
 
 `full` is cross entropy as most code computes it: it stores the logits (B, T, V) in the compute dtype and in fp32, and
-their gradient. With a vocabulary of 150,000 these tensors are often the peak of a run. `Chunked` stores the logits of a
-few tokens at a time, and computes the gradient in the forward pass, while the logits of the chunk still exist. So the
-logits are computed only once, as in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989). All other code of the model,
-before and after its head, still runs (`head.py`).
+the gradient of the logits. With a vocabulary of 150,000, these tensors are often the peak of a run. `Chunked` stores
+the logits of only a few tokens at a time. It computes the gradient in the forward pass, while the logits of the chunk
+still exist, so the logits are computed only once, as in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989). All other
+code of the model, before and after its head, still runs (`head.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,15 +28,15 @@ from lowmem.model.head_tiles import matrix_of
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
-VERIFIED = 16  # tokens per sequence with which `Verified` checks losses and slices
+VERIFIED = 16  # number of tokens of each sequence in the checks of `Loss.verify` and `Tiles.verify`
 SLICE = 1 << 13  # tokens of the vocabulary in each 16-bit product that is added to an fp32 sum
 
 
 class Loss:
     """Base class of losses that `CausalLM` trains with, and of losses that wrap another loss."""
 
-    needs: type[MicroBatch] = MicroBatch  # class of the micro-batches; the caller divides by the sum of their `weight`
-    own_logits = False  # True: computes the logits itself; set for classes that override `verify`
+    needs: type[MicroBatch] = MicroBatch  # class of the micro-batches that this loss takes
+    own_logits = False  # True: computes the logits itself; set automatically for classes that override `verify`
     shows: tuple[str, ...] = ()  # names of the `figures` that early_stop.watch accepts
     head_in_tiles = False  # True: reads the head's weight in tiles, so the weight may be in host memory
     of_pairs = False  # True: a preference loss
@@ -51,17 +51,18 @@ class Loss:
         raise NotImplementedError
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns name -> further metric of the last micro-batch that was computed without gradients. An evaluation
-        calls this method exactly once after each micro-batch, because a loss may then drop its intermediate results.
+        """Returns name -> additional metric of the last micro-batch that was computed without gradients. An evaluation
+        calls this method exactly once after each micro-batch. The loss may drop its intermediate results in this call.
 
-        A metric of shape () is a sum, which the caller divides by the total `weight` of the micro-batches. A metric of
-        shape (2,) is (sum, count), and the caller divides the total sum by the total count.
+        A metric of shape () is a sum over the micro-batch, and the caller divides the total by the total `weight` of
+        all micro-batches. A metric of shape (2,) is (sum, count), and the caller divides the total sum by the total
+        count.
         """
         return {}
 
     def callbacks(self) -> list[Callback]:
-        """Returns callbacks that this loss needs, such as a forward pass over the window before its first
-        micro-batch."""
+        """Returns callbacks that this loss needs, for example to run additional forward passes before the first
+        micro-batch of a window."""
         return []
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
@@ -70,10 +71,10 @@ class Loss:
 
         Args:
             model: the model.
-            batch: a few tokens of at most two sequences.
+            batch: a micro-batch of at most two sequences with a few tokens each.
 
         Raises:
-            Refused: the logits differ, or the loss cannot compute logits of this model.
+            Refused: the logits differ, or the loss cannot compute the logits of this model.
         """
 
 
@@ -91,8 +92,8 @@ def as_loss(loss: object) -> Loss:
     """Returns a `Loss` unchanged, and wraps a function in `Function`.
 
     Raises:
-        Refused: `loss` is neither. Any other callable might have weights or a `verify`, which would silently be
-            ignored.
+        Refused: `loss` is neither a `Loss` nor a function. Another callable might have weights or a method `verify`,
+            which would be ignored silently.
     """
     if isinstance(loss, Loss):
         return loss
@@ -111,8 +112,8 @@ def full(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 
 class Chunked(Loss):
-    """Computes the same loss as `full`, one chunk of tokens at a time. Args: rows: maximum number of tokens whose
-    logits are in memory at a time. Raises: Refused: `rows` is not a whole number of at least 1."""
+    """Computes the loss of `full`, one chunk of tokens at a time. Args: rows: maximum number of tokens per chunk; only
+    the logits of one chunk are in memory at a time. Raises: Refused: `rows` is not a whole number of at least 1."""
 
     def __init__(self, rows: int) -> None:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
@@ -136,13 +137,14 @@ class Chunked(Loss):
 
 
 class Verified(Callback):
-    """A callback that checks the model, before the first step or before the evaluation of a run that does not train:
+    """A callback that raises Refused unless all of these checks pass. It runs before the first step, or before the
+    evaluation of a run that does not train:
 
     - padded rows do not depend on each other's lengths (`lengths.check_rows`)
     - documents in packed rows do not attend to each other, and do not depend on each other's lengths
       (`packed_attention.verify`)
     - a loss that computes logits itself computes the model's logits (`Loss.verify`; only before training)
-    - modules that are computed in slices give equal results (`Tiles.verify`)
+    - modules that are computed in slices give the results of the unsliced modules (`Tiles.verify`)
 
     All checks except the first one run the model in the run's precision.
 
@@ -168,8 +170,14 @@ class Verified(Callback):
         loaders: Iterable[WindowLoader | ValidationLoader],
         first: Callable[[], MicroBatch],
     ) -> None:
-        """Runs the checks. Args: loaders: the loaders whose rows are checked; first: returns the first micro-batch of
-        one of the loaders; called only if a check needs data."""
+        """Runs the checks.
+
+        Args:
+            trainer: the trainer.
+            module: the `CausalLM`.
+            loaders: the loaders whose rows are checked.
+            first: returns a micro-batch for the checks that need data; called only if there is such a check.
+        """
         self.done = True
         for loader in loaders:
             _check_rows(module, loader)
@@ -194,8 +202,8 @@ def _validation(trainer: Trainer) -> Iterator[ValidationLoader]:
 
 
 def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader) -> None:
-    """Checks that the rows of a loader that pads rows do not depend on each other's lengths. No-op for other loaders.
-    Raises: Refused."""
+    """Checks that padded rows of a loader do not depend on each other's lengths. Does nothing if the loader does not
+    pad rows. Raises: Refused."""
     rows = loader.sequences
     if rows.filler and not rows.positions:
         together = len(rows.example(loader.share.batch_size, 1).input_ids)
@@ -203,11 +211,15 @@ def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader
 
 
 def counted(labels: Tensor, count: int | None = None) -> Tensor:
-    """Returns the indices of positions with a label. Args: labels: (N,), -100: no label; count: the number of labels;
-    None: unknown.
+    """Returns the indices of positions with a label.
 
-    If the count is unknown, the host has to wait for the device. Apart from this wait, computing a loss of this package
-    never makes the host wait for values of tensors. A trace with fake tensors assumes that all positions have a label.
+    If the number of labels is unknown, the host must wait until the device has counted them. The losses of this package
+    have no other point where the host waits for the value of a tensor. A trace with fake tensors assumes that all
+    positions have a label.
+
+    Args:
+        labels: (N,), -100: no label.
+        count: the number of labels; None: unknown.
     """
     if count == len(labels):
         return torch.arange(count, device=labels.device)
@@ -226,16 +238,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         Args:
             hidden: (N, H), input of the head at all N positions.
-            weight: (V, H).
-            bias: (V,) or None.
+            weight: (V, H), the head's weight.
+            bias: (V,), the head's bias, or None.
             labels: (N,).
-            chunks: indices of positions with a label: one tensor (rows,) per chunk.
+            chunks: one tensor (rows,) per chunk, with the indices of positions with a label.
             finish: see `Head`.
         """
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         matrix = weight.to(hidden.dtype)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        # Summed in fp32, 4 bytes per element of the head: a 16-bit sum over thousands of tokens would lose small terms.
+        # Sums in fp32, 4 bytes per element of the head: a 16-bit sum over thousands of tokens would lose small terms.
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
@@ -269,7 +281,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_total):
-        def scaled(gradient, dtype):  # d_total contains the loss scale, so multiply before rounding to 16 bits
+        def scaled(gradient, dtype):  # multiply before rounding to 16 bits, because d_total contains the loss scale
             return None if gradient is None else gradient.mul_(d_total).to(dtype)
 
         d_hidden, d_weight, d_bias = ctx.saved_tensors

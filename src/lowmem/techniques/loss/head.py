@@ -1,17 +1,17 @@
 """Runs a model without computing its logits, for losses that compute the logits in chunks or tiles.
 
 A head multiplies hidden states (B, T, H) by a matrix (V, H). A loss that computes this product in chunks must still
-apply all other code of the model: layers between body and head (ModernBERT, BERT), and scale factors (Cohere, Granite)
-or soft caps (Gemma, xLSTM) after the head. This module does not rely on names of attributes. Instead, it runs the
-model's own forward pass, in which it replaces the head, or head and body:
+run the rest of the model's code: layers between body and head (ModernBERT, BERT), and scale factors (Cohere, Granite)
+or soft caps (Gemma, xLSTM) after the head. Models name these parts differently. So this module runs the model's own
+forward pass, in which it replaces the head, or both head and body:
 
-    enter     once per micro-batch. The body runs, and a pre-hook captures the head's input (B, T, H). The head gets
-              only the first token of each sequence, and returns zeros (B, 1, V) without a product.
-    finish    for each chunk or tile, and only if the model changes the head's output. The model's forward pass runs
+    enter     Called once per micro-batch. The body runs, and a pre-hook captures the head's input (B, T, H). The head
+              gets only the first token of each sequence, and returns zeros (B, 1, V) without a product.
+    finish    Called for each chunk or tile, if the model changes the head's output. The model's forward pass runs
               again: the body returns its previous output, and the head returns the product of the chunk or tile.
 
-Replacements are per thread (`_Answers`), because with weights.order=by_layer several micro-batches are in progress at
-the same time, each in its own thread.
+A replacement affects calls from one thread (`_Answers`), because with weights.order=by_layer several micro-batches are
+in progress at the same time, each in its own thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,25 +32,26 @@ UNEVEN = 5  # size of the first of two chunks, and of the first of two tiles, in
 
 
 class Head(NamedTuple):
-    """The head of a model, and its input in one forward pass. A loss computes the logits from both."""
+    """The parts from which a loss computes the logits of a forward pass."""
 
     linear: nn.Linear
     hidden: Tensor  # (B, T, H), input of the head
-    # a chunk or tile of the head's output (rows, columns) -> its logits (rows, columns); None: both are equal
+    # a chunk or tile of the head's output (rows, columns) -> its logits (rows, columns); None: the model returns the
+    # head's output as logits
     finish: Callable[[Tensor], Tensor] | None
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
-    """Runs a forward pass in which the head returns zeros, and returns the head with its input. The head's weight is
-    not read.
+    """Runs a forward pass that captures the head's input and in which the head returns zeros. The head's weight is not
+    read.
 
     Args:
         model: the model.
         inputs: `MicroBatch.inputs`, each (B, T).
 
     Raises:
-        Refused: the head is not an `nn.Linear` that is applied once to every token, with a positional argument; or the
-            model changes the head's output, and has no base model separate from the head.
+        Refused: the head is not an `nn.Linear`; the model does not call it exactly once, with a positional argument, on
+            all tokens; or the model changes the head's output and has no base model separate from the head.
     """
     head, body, here = model.get_output_embeddings(), model.base_model, get_ident()
     if type(head) is not nn.Linear:  # a subclass may compute more than a product
@@ -117,7 +118,8 @@ def finished(
     Args:
         product: (rows, columns), a chunk or tile of the head's output.
         finish: see `Head`.
-        copy: True: the caller overwrites the logits, so they must not share memory with tensors saved for backward.
+        copy: True: the caller will overwrite the logits, so they must not share memory with tensors that `finish` has
+            saved for backward.
     """
     if finish is None:
         return product.float(), lambda d_logits: d_logits
@@ -131,21 +133,21 @@ def finished(
 
 
 def _untouched(logits: Tensor, product: Tensor, version: int) -> bool:
-    """Returns True if a model's logits are the unchanged output of its head. Compares memory and version counter, not
-    values, because a soft cap does not change the zeros that the head returns in `enter`. Args: version: the version
-    counter of `product` when the head returned it."""
+    """Returns True if the model returns its head's output as logits, without a change. Compares memory and version
+    counters, not values: in `enter` the head returns zeros, which a soft cap would not change. Args: version: the
+    version counter of `product` when the head returned it."""
     same = storage_key(logits) == storage_key(product)
     return same and logits.shape == product.shape and _version(product) == version
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Returns the version counter of a tensor; None for inference tensors, which do not have a version counter."""
+    """Returns the version counter of a tensor, or None for inference tensors, which have no counter."""
     return None if tensor.is_inference() else tensor._version
 
 
 class _Answers(dict[int, Callable]):
-    """A per-thread replacement of a module's forward pass: thread id -> function. Threads without an entry call the
-    module's own forward pass. The module is patched while the dict has an entry."""
+    """Replacements of a module's forward pass: thread id -> function that this thread calls instead. Threads without an
+    entry call the module's own forward pass. The module is patched while the dict is not empty."""
 
     def __init__(self, module: nn.Module) -> None:
         self.forward, self.patch = module.forward, patch.object(module, "forward", self)
@@ -156,7 +158,7 @@ class _Answers(dict[int, Callable]):
 
 @contextmanager
 def _answering(module: nn.Module, answer: Callable) -> Iterator[None]:
-    """Context manager that replaces a module's forward pass by a function, only for calls from this thread."""
+    """Context manager that replaces a module's forward pass by a function, for calls from this thread."""
     answers = module.forward if isinstance(module.forward, _Answers) else _Answers(module)
     if not answers:
         answers.patch.__enter__()
@@ -178,8 +180,8 @@ def _refused(model: nn.Module, why: str) -> Refused:
 
 def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = False) -> bool:
     """Returns True if the logits that a loss computes with `enter` and `finished` equal the model's logits, up to
-    rounding. Computes the logits in two chunks of unequal size, so the result is False if the code after the head
-    depends on a token's position or on its neighbors.
+    rounding. Computes the logits in two chunks of unequal size, to detect code after the head whose result for a token
+    depends on the token's position or on its neighbors.
 
     Args:
         model: the model.
@@ -191,15 +193,15 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
     """
     theirs = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     head = enter(model, inputs)
-    products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, as for a chunk
+    products = head.linear.forward(head.hidden.flatten(0, 1))  # without hooks, like the products of chunks
     try:
         ours = torch.cat([_finished(head, chunk, tiled) for chunk in products.tensor_split([UNEVEN])])
-    except RuntimeError:  # the model's code after the head expects the full shape
+    except RuntimeError:  # the model's code after the head cannot compute a chunk
         return False
     if ours.shape != theirs.shape:
         return False
-    # The tolerance is relative to the head's output, not to the logits, which may be huge where the model masks them.
-    # `same` accepts inf or nan that both results have, because a soft cap may overflow.
+    # The tolerance is relative to the head's output: the logits may be huge where the model masks them. `same` accepts
+    # inf or nan if both results have it at the same place, because a soft cap may overflow.
     return same(ours, theirs, largest_magnitude(products), [products.dtype], least=0.0)
 
 

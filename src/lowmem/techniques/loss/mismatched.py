@@ -1,7 +1,7 @@
 """Computes the log-ratios of mismatched prompt-answer pairs for KTO, before each window or validation set.
 
-KTO's loss of each answer depends on the mean log-ratio over the mismatched pairs of all micro-batches and devices. So
-the mismatched pairs go through the model in separate forward passes without gradients, before the first micro-batch.
+KTO's loss of an answer depends on the mean log-ratio of the mismatched pairs of all micro-batches and devices. So the
+model computes the mismatched pairs before the first micro-batch, in separate forward passes without gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,12 +17,13 @@ from lowmem.data.rated import RatedBatch
 
 
 class MismatchedPass(Callback):
-    """A callback that runs the model on the mismatched rows of each window and validation set. It passes the sum of
-    their log-ratios and the number of their answers, over all devices, to the loss.
+    """A callback that runs the model on the mismatched rows of each window and of each validation set. It adds up their
+    log-ratios and their number over all devices, and passes both sums to the loss.
 
     Args:
-        read: returns (sum of log-ratios, number of answers) of the micro-batch that was computed last, shape (2,).
-        hand_over: passes the sum of all results of `read`, over all devices, (2,), to the loss.
+        read: returns (sum of log-ratios, number of answers) of the last micro-batch, shape (2,).
+        hand_over: takes the sum of the results of `read` over all micro-batches and devices, shape (2,), and passes it
+            to the loss.
     """
 
     def __init__(self, read: Callable[[], Tensor], hand_over: Callable[[Tensor], None]) -> None:
@@ -39,8 +40,12 @@ class MismatchedPass(Callback):
             self.compute(module, _groups_of(trainer, module, number))
 
     def compute(self, module: LightningModule, groups: Iterable[Sequence[RatedBatch]]) -> None:
-        """Runs the model on the mismatched rows of all groups, and passes the sums over all devices to the loss. Args:
-        module: the `CausalLM`; groups: groups of micro-batches that are on the device at the same time."""
+        """Runs the model on the mismatched rows of all groups, and passes the sums over all devices to the loss.
+
+        Args:
+            module: the `CausalLM`.
+            groups: lists of micro-batches; all micro-batches of a list are on the device at the same time.
+        """
         sums = [numbers for group in groups for numbers in self._numbers(module, group)]
         self.hand_over(module.ranks.all_sum(torch.stack(sums).sum(0)))
 
@@ -61,8 +66,8 @@ class MismatchedPass(Callback):
 
 
 def _groups_of(trainer: Trainer, module: LightningModule, number: int) -> Iterator[Sequence[RatedBatch]]:
-    """Yields the groups of micro-batches that this evaluation reads, on the device. Args: number: index of the
-    validation set."""
+    """Yields the groups of micro-batches that the current evaluation reads, copied to the device. Args: number: index
+    of the validation set."""
     count = (trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)[number]
     for group in islice(trainer.val_dataloaders[number], count):
         yield [micro_batch.to(module.device) for micro_batch in group]

@@ -1,11 +1,11 @@
 """Preference losses: DPO, IPO, ORPO and SimPO for pairs of answers, KTO for rated answers.
 
-These losses need no more memory than loss=tiled on the same rows. A preference loss is a function of the
-log-probability of each answer, which is a sum over the answer's tokens. The logits are computed in tiles of the
-vocabulary (`tiled.py`), so the full logits never exist. The reference model of DPO, IPO and KTO is not in memory during
-training: its log-probabilities are computed before training, and are part of the data (`training/reference.py`).
+A preference loss is a function of the log-probabilities of answers. The log-probability of an answer is a sum over its
+tokens. The logits are computed in tiles of the vocabulary (`tiled.py`), so these losses need about as much memory as
+loss=tiled on the same rows. The reference model of DPO, IPO and KTO is not in memory during training: its
+log-probabilities are computed before training, and are part of the data (`training/reference.py`).
 
-The loss of a window is a mean over pairs or rated answers, and does not depend on the size of the micro-batches.
+The loss of a window is the mean over its pairs or rated answers, independent of the size of the micro-batches.
 """
 
 from typing import NamedTuple
@@ -25,15 +25,15 @@ from lowmem.techniques.loss.tiled import Tiled
 
 
 class AnswerLogProbs(NamedTuple):
-    """The inputs of a preference loss. Each tensor has shape (pairs, 2), with the chosen answer first, or (answers, 1)
-    for rated answers."""
+    """The inputs of a preference loss. Each tensor has one element per answer. For pairs, the shape is (pairs, 2), and
+    column 0 is the chosen answer; for rated answers, the shape is (answers, 1)."""
 
-    # fp64, log-probability of each answer: the sum over its tokens. In fp32 the rounding error of a long answer may be
-    # as large as the difference between the trained model and the reference model.
+    # fp64, log-probability of the answer: the sum over its tokens. In fp32, the rounding error for a long answer could
+    # be as large as the difference between the trained model and the reference model.
     logp: Tensor
-    tokens: Tensor  # int64, number of tokens, at least 1
-    reference: Tensor  # fp64, log-probabilities under the reference model; zeros for losses without a reference model
-    desirable: Tensor | None = None  # bool, the ratings of rated answers
+    tokens: Tensor  # int64, number of tokens; 1 for an answer without labels, so that divisions by it are defined
+    reference: Tensor  # fp64, log-probability under the reference model; zeros for losses without a reference model
+    desirable: Tensor | None = None  # bool, rating of the answer; None for pairs
 
     @property
     def mean(self) -> Tensor:
@@ -48,7 +48,7 @@ class PreferenceLoss(Tiled):
     """Base class of preference losses.
 
     Args:
-        beta: factor above 0 whose meaning depends on the loss; see the formula of each subclass.
+        beta: a factor above 0; see the formula of the subclass.
         columns: tokens of the vocabulary per tile.
 
     Raises:
@@ -70,8 +70,8 @@ class PreferenceLoss(Tiled):
         return self.losses(answers).where(real, 0.0).sum().float()
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
-        """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,): False where
-        an answer has no labels, as in filler."""
+        """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,). The mask is
+        False for a pair or rated answer without labels, as in filler."""
         losses, learned = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learned]
@@ -92,13 +92,13 @@ class PreferenceLoss(Tiled):
         raise NotImplementedError
 
     def rewards(self, answers: AnswerLogProbs) -> Tensor:
-        """Returns the implicit rewards, in the shape of `answers.logp`. Training increases the reward of the chosen or
-        desirable answer relative to the other answers."""
+        """Returns the implicit rewards, in the shape of `answers.logp`. Training aims at higher rewards for chosen and
+        desirable answers than for rejected and undesirable answers."""
         raise NotImplementedError
 
     def take(self) -> tuple[AnswerLogProbs, Tensor]:
-        """Returns the result of `answers` for the last micro-batch that was computed without gradients, and drops the
-        reference to it."""
+        """Returns what `answers` returned for the last micro-batch that was computed without gradients, and drops the
+        reference. Call this method at most once per micro-batch."""
         seen, self._seen = self._seen, None
         return seen
 
@@ -115,8 +115,12 @@ class PreferenceLoss(Tiled):
 
 class DPO(PreferenceLoss):
     """-log sigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), with log-ratios to the reference model:
-    Rafailov et al. 2023, arXiv 2305.18290. Args: label_smoothing: assumed fraction of pairs whose chosen and rejected
-    answers are swapped, below 0.5 (Mitchell 2023)."""
+    Rafailov et al. 2023, arXiv 2305.18290.
+
+    Args:
+        label_smoothing: assumed fraction of pairs whose answers are labeled the wrong way round, at least 0 and below
+            0.5 (Mitchell 2023).
+    """
 
     compares = True
 
@@ -132,8 +136,8 @@ class DPO(PreferenceLoss):
 
 
 class IPO(PreferenceLoss):
-    """(mean log-ratio of chosen - mean log-ratio of rejected - 1 / (2 beta))^2, with means over tokens: Azar et al.
-    2023, arXiv 2310.12036."""
+    """(mean log-ratio of chosen - mean log-ratio of rejected - 1 / (2 beta))^2, with means over the tokens of an answer
+    and log-ratios to the reference model: Azar et al. 2023, arXiv 2310.12036."""
 
     compares = True
 
@@ -148,8 +152,9 @@ class IPO(PreferenceLoss):
 
 
 class ORPO(PreferenceLoss):
-    """Mean cross entropy of the chosen answer - beta * log sigmoid(log odds ratio of the answers), with means over
-    tokens: Hong et al. 2024, arXiv 2403.07691. Needs neither a reference model nor earlier supervised fine-tuning."""
+    """Mean cross entropy of chosen - beta * log sigmoid(log odds of chosen - log odds of rejected), where log odds =
+    log(p / (1 - p)), log p = mean log-probability, and means are over the tokens of an answer: Hong et al. 2024, arXiv
+    2403.07691. Needs neither a reference model nor earlier supervised fine-tuning."""
 
     def __init__(self, beta: float = 0.1, columns: int = 4096) -> None:
         super().__init__(beta, columns)
@@ -165,10 +170,10 @@ class ORPO(PreferenceLoss):
 
 class SimPO(PreferenceLoss):
     """-log sigmoid(beta * (mean log-probability of chosen - mean log-probability of rejected) - gamma), with means over
-    tokens: Meng et al. 2024, arXiv 2405.14734. Needs no reference model.
+    the tokens of an answer: Meng et al. 2024, arXiv 2405.14734. Needs no reference model.
 
     Args:
-        gamma: target margin.
+        gamma: target margin between the rewards of the two answers, at least 0.
         label_smoothing: see `DPO`.
     """
 
@@ -186,16 +191,16 @@ class SimPO(PreferenceLoss):
 
 
 class KTO(PreferenceLoss):
-    """weight * (1 - sigmoid(+-beta * (log-ratio to the reference model - z))), with + for desirable answers and - for
-    undesirable answers: Ethayarajh et al. 2024, arXiv 2402.01306.
+    """weight * (1 - sigmoid(+-beta * (log-ratio - z))), with + for desirable answers, - for undesirable answers, and
+    log-ratios to the reference model: Ethayarajh et al. 2024, arXiv 2402.01306.
 
-    z is an estimate of the KL divergence to the reference model: the mean log-ratio of mismatched prompt-answer pairs,
-    but at least 0. The mean is over all pairs of a window, or of a validation set, on all devices. Computing z needs
-    one more forward pass without gradients (`mismatched.py`).
+    z estimates the KL divergence to the reference model: the mean log-ratio of mismatched prompt-answer pairs, but at
+    least 0. The mean is over all mismatched pairs of a window, or of a validation set, on all devices. To compute z,
+    the model runs on the mismatched pairs in a separate forward pass without gradients (`mismatched.py`).
 
     Args:
-        desirable_weight, undesirable_weight: weights of the losses of desirable and undesirable answers, to balance
-            unequal numbers of answers.
+        desirable_weight, undesirable_weight: `weight` for desirable and undesirable answers, at least 0; balances data
+            with many more answers of one rating than of the other.
     """
 
     needs, compares = RatedBatch, True
@@ -227,9 +232,12 @@ class KTO(PreferenceLoss):
         return torch.stack([answers.log_ratio[:, 0].where(real, 0.0).sum(), real.sum().double()])
 
     def set_kl(self, mismatched: Tensor) -> None:
-        """Sets z. Args: mismatched: (2,), sum of log-ratios and number of answers over all mismatched rows."""
+        """Sets z. Args: mismatched: (2,), sum of the log-ratios of all mismatched rows, and number of these rows that
+        have an answer."""
         total, count = mismatched
-        self._kl = (total / count.clamp(min=1.0)).clamp(min=0.0)  # the count is 0 if no answer fits into its row
+        self._kl = (total / count.clamp(min=1.0)).clamp(
+            min=0.0
+        )  # the count is 0 if no mismatched row has room for its answer
 
     def rewards(self, answers: AnswerLogProbs) -> Tensor:
         return self.beta * answers.log_ratio
@@ -241,8 +249,9 @@ class KTO(PreferenceLoss):
         return losses[:, 0]
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns name -> metric. The accuracy of the prediction "desirable if the log-ratio is above z", and z itself,
-        are sums over the answers. The rewards and log-probabilities of each rating are (sum, count)."""
+        """Returns name -> metric. `accuracy` is the number of answers for which the prediction "desirable if the
+        log-ratio is above z" is right, and `kl` is z times the number of answers. Rewards and log-probabilities are
+        (sum, count) for each rating."""
         answers, real = self.take()
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}
@@ -254,7 +263,7 @@ class KTO(PreferenceLoss):
 
 
 def _difference(values: Tensor) -> Tensor:
-    """Returns chosen - rejected, (pairs,). Args: values: (pairs, 2)."""
+    """Returns value of the chosen answer - value of the rejected answer, (pairs,). Args: values: (pairs, 2)."""
     return values[:, 0] - values[:, 1]
 
 

@@ -1,16 +1,16 @@
 """`loss=tiled`: cross entropy that computes the logits of one tile of the vocabulary at a time, for all tokens.
 
-For N tokens with a label, a vocabulary of V, tiles of C tokens of the vocabulary, and hidden size H:
+With N tokens that have a label, a vocabulary of V tokens, tiles of C tokens of the vocabulary, and hidden size H:
 
     forward     for each tile: logits (N, C) -> running maximum and sum of exponentials, logit of the label
     backward    for each tile: logits again -> gradient of the logits -> complete gradient (C, H) of the tile's weights
 
-`loss=chunked` sums the gradient of the head's weight (V, H) over chunks of tokens in fp32. With 16-bit weights this sum
-is often the peak of the run. Here the gradient of a tile is a single product over all tokens, so it has the dtype of
-the weight: 2 bytes per element with 16-bit weights. No tile of the head or of its gradient is then in fp32. The price
-is that the logits are computed twice, because the gradient needs the softmax, whose denominator is a sum over all tiles
-(online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Memory: 6 bytes x N x C for logits with 16-bit
-products, and 4 bytes x N x H for the gradient of the head's input.
+`loss=chunked` sums the gradient of the head's weight (V, H) in fp32, over chunks of tokens. With 16-bit weights, this
+sum is often the peak of the run. `loss=tiled` computes the gradient of a tile as a single product over all tokens, so
+the gradient has the dtype of the weight: 2 bytes per element with 16-bit weights, without an fp32 sum. The price is
+that the logits are computed twice: the gradient needs the softmax, whose denominator is a sum over all tiles (online
+softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Memory: 6 bytes x N x C for logits with 16-bit products, and 4
+bytes x N x H for the gradient of the head's input.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
 
 class Tiled(Loss):
-    """Computes the same loss as `cross_entropy.full`, one tile of the vocabulary at a time. Args: columns: number of
-    tokens of the vocabulary whose logits are in memory at a time. Raises: Refused: `columns` is not a whole number of
-    at least 1."""
+    """Computes the loss of `cross_entropy.full`, one tile of the vocabulary at a time. Args: columns: maximum number of
+    tokens of the vocabulary per tile; only the logits of one tile are in memory at a time. Raises: Refused: `columns`
+    is not a whole number of at least 1."""
 
     head_in_tiles = True
 
@@ -76,8 +76,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
         Args:
             hidden: (B x T, H), input of the head.
-            weight: (V, H). Passed so that autograd expects its gradient; its values are read through `source`.
-            bias: (V,) or None.
+            weight: (V, H), the head's weight. It is an argument so that autograd expects a gradient; the values are
+                read through `source`.
+            bias: (V,), the head's bias, or None.
             labels: (B x T,).
             learned: (N,), indices of positions with a label.
             source: the `HeadSource` that provides the tiles of the weight.
@@ -116,7 +117,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             d_logits = d_logits.sub_(lse[:, None]).exp_()  # the gradient is softmax minus one-hot
             inside, place = _place(labels, first, len(tile))
             d_logits[torch.arange(len(place), device=place.device), place] -= inside.float()
-            d_logits = back(d_logits.mul_(d_losses[:, None]))  # d_losses has the loss scale: scale before rounding
+            d_logits = back(d_logits.mul_(d_losses[:, None]))  # d_losses has the loss scale: multiply before rounding
             if needs_bias:
                 d_bias[first:last] = d_logits.sum(0)
             d_logits = d_logits.to(rows.dtype)
@@ -142,8 +143,14 @@ def _logits(
 
 
 def _place(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Returns a mask (N,) of the labels that are in a tile, and the column (N,) of each label in the tile. The column
-    of a label outside of the tile has no meaning."""
+    """Returns a bool mask (N,), True for labels in the tile, and the column (N,) of each label in the tile. The column
+    of a label outside of the tile is in range, but has no meaning.
+
+    Args:
+        labels: (N,).
+        first: index of the tile's first token.
+        size: number of tokens in the tile.
+    """
     inside = (labels >= first) & (labels < first + size)
     return inside, (labels - first).clamp_(0, size - 1)
 

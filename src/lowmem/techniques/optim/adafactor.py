@@ -1,11 +1,11 @@
 """transformers' Adafactor, with an additional method that updates 16-bit weights in host memory piece by piece.
 
-transformers' `step` needs 16 bytes of temporary memory per element of the largest parameter: weight and gradient in
-fp32, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow` avoids this memory: it
-applies transformers' formulas to one piece after the other. Reductions over the full parameter (the RMS of the weight,
-the mean squares of rows and columns, and the RMS of the update) are computed in separate passes. So the gradient is
-read three times. Only these reductions differ from transformers' step, because they add in a different order; all other
-arithmetic is bit-identical. Source: Shazeer and Stern 2018, arXiv 1804.04235.
+For a 16-bit weight, transformers' `step` needs 16 bytes of temporary memory per element of the largest parameter: fp32
+copies of weight and gradient, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow`
+applies transformers' formulas to one piece of the parameter at a time, so it needs temporary memory only for a piece.
+Reductions over the full parameter (the RMS of the weight, the mean squares of rows and columns, and the RMS of the
+update) are computed in separate passes, so the gradient is read three times. These reductions add in a different order
+than in transformers' step; all other arithmetic is bit-identical. Source: Shazeer and Stern 2018, arXiv 1804.04235.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ from lowmem.step.one_weight import InPieces, Step
 CHUNK = 1 << 22  # maximum number of elements of a piece (16 MiB in fp32), unless a single row has more
 
 Shape = tuple[int, int, int]  # (matrices, rows, columns)
-Piece = tuple[slice, slice]  # (matrices, rows): several full matrices, or several rows of one matrix
-Read = Callable[[Piece], Tensor]  # returns an fp32 copy that the caller may change; a later call overwrites it
+Piece = tuple[slice, slice]  # (matrices, rows): one or more full matrices, or one or more rows of a matrix
+Read = Callable[[Piece], Tensor]  # returns an fp32 copy that the caller may change; a later call may overwrite it
 Scale = Callable[[Piece, Tensor], Tensor]  # (piece, output tensor) -> output tensor with the scales of the piece
 
 
 class Adafactor(optimization.Adafactor, InPieces):
-    """transformers' Adafactor. Args: see transformers. `relative_step` must be False, because `step_narrow` uses
-    `lr`."""
+    """transformers' Adafactor. Args: see transformers; `relative_step` must be False, because `step_narrow` takes the
+    step size from `lr`."""
 
     @torch.no_grad()
     def step_narrow(self, step: Step, round: Callable[[Tensor, Tensor], None]) -> None:
@@ -79,12 +79,12 @@ def _zeros(shape: torch.Size, group: dict, device: torch.device) -> dict:
 
 
 def _as_matrices(shape: torch.Size) -> Shape:
-    """Returns a shape as (matrices, rows, columns); a vector is a matrix with one column."""
+    """Returns a parameter's shape as (matrices, rows, columns). A vector becomes a matrix with one column."""
     return (shape[:-2].numel(), *shape[-2:]) if len(shape) > 1 else (1, shape.numel(), 1)
 
 
 def _pieces(shape: Shape) -> Iterator[Piece]:
-    """Yields pieces in the order of the elements."""
+    """Yields the pieces of a parameter in the order of its elements."""
     matrices, rows, columns = shape
     if count := CHUNK // (rows * columns):  # number of full matrices per piece
         yield from ((slice(i, i + count), slice(None)) for i in range(0, matrices, count))
@@ -101,8 +101,8 @@ def _rms(read: Read, pieces: list[Piece], elements: int) -> Tensor:
 
 
 def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Updates the running mean squares of rows and columns. Returns: a function that writes the scales 1 / sqrt(v) of a
-    piece, where v is the second moment, estimated from both mean squares."""
+    """Updates the running mean squares of rows and columns. Returns: a function that writes a piece of the scales
+    1 / sqrt(v) into a tensor, where v is the second moment that is estimated from the mean squares."""
     rows, columns = state["exp_avg_sq_row"].view(shape[:2]), state["exp_avg_sq_col"].view(shape[0], shape[2])
     beta, sums = _beta(state, group), torch.zeros_like(columns)
     for piece in pieces:

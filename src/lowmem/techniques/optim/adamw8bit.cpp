@@ -1,8 +1,8 @@
 // One AdamW step with block-wise 8-bit state, in one pass over memory. adamw8bit.py describes the format of the state.
 //
-// Every block of 256 elements is independent, so the results do not depend on the number of threads. The compiler can
-// vectorize the loops; -fno-math-errno allows it to vectorize std::sqrt. Without -ffast-math it does not reorder
-// arithmetic, so scaling a gradient here gives the same bits as scaling it in a separate pass.
+// The blocks of 256 elements are independent of each other, so the results do not depend on the number of threads. The
+// compiler can vectorize the loops; -fno-math-errno allows it to vectorize std::sqrt. Without -ffast-math it does not
+// reorder arithmetic, so scaling a gradient here gives the same bits as scaling it in a separate pass.
 #include <cmath>
 
 #include "half.hpp"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr long BLOCK = 256;
 constexpr int LEAST = 2;  // smallest code of u
-constexpr float NOTHING = 1e-30f;  // a block whose largest element is at most this counts as 0
+constexpr float NOTHING = 1e-30f;  // a block whose largest magnitude is at most this is stored as zeros
 
 // Scalars of the update, in the order of `Rule` and `Reading` in Python.
 struct Rule {
@@ -24,7 +24,7 @@ struct State {
     float *m_top, *u_top;  // largest magnitude of each block
 };
 
-// fp32 weights `p`, and 16-bit weights `rounded`, which receive the updated weights; null: only `p` is updated.
+// fp32 weights `p`, and their 16-bit copy `rounded`, which is updated too; null: there is no copy.
 template <class W>
 struct Whole {
     float *p;

@@ -1,21 +1,21 @@
 """AdamW with block-wise 8-bit state: 2.03 bytes of state per parameter, and on a CPU one pass over memory per step.
 
-Both moments are stored in blocks of 256 elements. A block stores its largest magnitude in fp32, and each element in 8
-bits on a square-root scale:
+Both moments are stored in blocks of 256 elements. For each block, the largest magnitude is stored in fp32. Each element
+is divided by this magnitude and stored in 8 bits on a square-root scale:
 
     first moment     sign(m) sqrt(|m| / max |m|)       int8
     second moment    sqrt(u / max u), u = sqrt(v)      uint8, never 0
 
 Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU can use vector instructions.
-From the first step on, the stored code of u is at least 2 (`LEAST`), because a second moment that is rounded to zero
-would turn the next small gradient into a huge update.
+After the first step, the code of u is at least 2 (`LEAST`), because a second moment that is rounded to zero would turn
+the next small gradient into a huge update.
 
-On a CPU the step with 8-bit state is one C++ function, which is compiled once. The function reads the gradient in 16 or
-32 bits, unscales and clips it, and updates state and weight. The weight is either in fp32, with an optional 16-bit copy
-that is written too, or in two 16-bit halves (`step/fp32_halves.py`). Without a compiler, and on CUDA, torch operators
-do the same arithmetic.
+On a CPU, the step with 8-bit state is one C++ function, which is compiled once. The function reads a 16-bit or 32-bit
+gradient, unscales and clips it, and updates state and weight. The weight is stored either in fp32, optionally with a
+16-bit copy that the function also writes, or in two 16-bit halves (`step/fp32_halves.py`). Without a compiler, and on
+CUDA, torch operators compute the step with the same formulas.
 
-Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Companded state: github.com/databricks/flashoptim.
+Block-wise state: Dettmers et al. 2022, arXiv 2110.02861. Square-root scales: github.com/databricks/flashoptim.
 """
 
 import ctypes
@@ -35,13 +35,13 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
 # The smallest code of u. Its value is (2 / 255)^2 times the largest u of the block. The smallest nonzero m is (1 /
-# 127)^2 times the largest m, and both factors are about equal. So elements that are tiny compared to their block do not
-# get larger updates than the others.
+# 127)^2 times the largest m of the block, and both factors are about equal. So the update m / u of an element that is
+# tiny compared to its block is not larger than the updates of the block's other elements.
 LEAST = 2
-# A block whose largest magnitude is at most this counts as zeros, because 1 / magnitude could be infinite.
+# A block whose largest magnitude is at most this is stored as zeros, since 1 / magnitude might overflow.
 NOTHING = 1e-30
 SMALL = 4096  # parameters with fewer elements keep fp32 state, as in bitsandbytes
-# Elements that torch operators process at once: intermediate results fit in a CPU's cache, and take 0.2 GiB on a card.
+# Elements that torch operators process at once. Intermediate results fit in a CPU's cache, or take 0.2 GiB on a card.
 CHUNK, CHUNK_ON_CARD = 1 << 19, 1 << 24
 
 
@@ -49,8 +49,8 @@ class HostAdamW8bit(Optimizer, OnePass):
     """AdamW with 8-bit state, for parameters on the host or on CUDA.
 
     Args:
-        params: fp32 parameters, or parameter groups. State is in fp32 for a group with `state_bits=32`, and for
-            parameters with fewer than 4096 elements.
+        params: fp32 parameters, or parameter groups. A group may have the key `state_bits`: 8 (default) or 32.
+            Parameters with fewer than 4096 elements always have fp32 state.
         lr, betas, eps: see torch.optim.AdamW.
         weight_decay: decoupled weight decay.
     """
@@ -77,10 +77,15 @@ class HostAdamW8bit(Optimizer, OnePass):
 
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
-        """Updates a parameter. With 32-bit state, on CUDA, or without a compiler, a weight that is stored in two halves
-        is joined to a temporary fp32 tensor. Args: see `OnePass.step_from`. Raises: ValueError: the C++ function cannot
-        update the weight, because the parameter is not in fp32, or a tensor that stores the weight is not
-        contiguous."""
+        """Updates a parameter. If torch operators compute the step (with 32-bit state, on CUDA, or without a compiler),
+        two halves of a weight are first joined to a temporary fp32 tensor.
+
+        Args: see `OnePass.step_from`.
+
+        Raises:
+            ValueError: the C++ function cannot update the weight, because it is not stored in contiguous tensors, or
+                is neither in fp32 nor in two halves.
+        """
         gradient, group, p, reading, rounded = step
         state, like = self.state[p], p if rest is None else rest
         if not state:
@@ -107,7 +112,7 @@ class HostAdamW8bit(Optimizer, OnePass):
 
 
 class Rule(NamedTuple):
-    """The scalars of an update: the first fields of the C++ struct `Rule`, which ends with the fields of `Reading`."""
+    """The scalars of an update. The C++ struct `Rule` has these fields, followed by the fields of `Reading`."""
 
     rate: float  # lr / bias correction of the first moment
     keep: float  # 1 - lr * weight_decay
@@ -126,9 +131,12 @@ def _rule(group: dict, step: int) -> Rule:
 
 
 def _zeros(p: Tensor, bits: int) -> dict:
-    """Returns the initial state of a parameter, on its device. Args: p: the parameter, or the lower half of a weight in
-    two halves (only shape and device are read); bits: 8 or 32. A parameter with fewer than SMALL elements always gets
-    32-bit state."""
+    """Returns the initial state of a parameter, on its device.
+
+    Args:
+        p: the parameter, or the lower half of a weight in two halves; only shape and device are read.
+        bits: 8 or 32. A parameter with fewer than SMALL elements gets 32-bit state in both cases.
+    """
     if bits == 32 or p.numel() < SMALL:
         return {"step": 0, **{key: torch.zeros_like(p, dtype=torch.float32) for key in ("m", "v")}}
     blocks = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
@@ -148,7 +156,9 @@ def _full_step(p: Tensor, g: Tensor, state: dict, rule: Rule) -> None:
 
 def _native_step(native: ctypes.CDLL, step: Step, rest: Tensor | None, state: dict, rule: Rule) -> None:
     g, _, p, reading, rounded = step
-    if rounded is not None and rounded.dtype == torch.float32:  # an adapter's weight; the C++ function writes 16 bits
+    if (
+        rounded is not None and rounded.dtype == torch.float32
+    ):  # an adapter's weight; the C++ function can write only 16-bit copies
         _native_step(native, step._replace(narrow=None), rest, state, rule)
         rounded.copy_(p)
         return
@@ -173,7 +183,8 @@ def _blocks_step(p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading
 
 
 class Chunk(NamedTuple):
-    """Complete blocks of a parameter, (blocks, 256), or the incomplete last block of a parameter, (1, n)."""
+    """Tensors of complete blocks of a parameter, (blocks, 256) unless noted, or of its incomplete last block, (1,
+    n)."""
 
     p: Tensor
     gradient: Tensor
@@ -196,8 +207,8 @@ def _chunks(p: Tensor, g: Tensor, state: dict) -> Iterator[Chunk]:
 
 
 def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> None:
-    """Updates a chunk with torch operators. Args: scratch: (3, n) fp32, memory for intermediate results; n is at least
-    the number of elements of the chunk."""
+    """Updates a chunk with torch operators. Args: scratch: memory for intermediate results, (3, n) in fp32, where n is
+    at least the number of elements of the chunk."""
     p, g, m8, u8, m_top, u_top = chunk
     m, u, x = (buffer[: p.numel()].view(p.shape) for buffer in scratch)
     g = g if g.dtype == torch.float32 and reading == AS_STORED else reading(g)
@@ -208,6 +219,6 @@ def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> 
     p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
     torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
-    # a block that counts as zeros is divided by 1
+    # divide a block by 1 if it is stored as zeros
     m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
     u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

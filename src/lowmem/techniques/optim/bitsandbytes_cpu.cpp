@@ -1,8 +1,8 @@
 // One step of bitsandbytes' block-wise 8-bit Adam or Lion, in one pass over memory. See bitsandbytes_cpu.py.
 //
-// The arithmetic and its order are equal to the torch operators with which bitsandbytes computes a step. std::fma is
-// used where these operators use a fused multiply-add, and -ffp-contract=off prevents all other fused multiply-adds.
-// Unlike bitsandbytes' CPU code, each element is rounded to the nearest code.
+// The arithmetic operations and their order are those of the torch operators with which bitsandbytes computes a step.
+// std::fma is used where the torch operators use a fused multiply-add, and -ffp-contract=off prevents all other fused
+// multiply-adds. Each element is rounded to the nearest code, which bitsandbytes' CPU code does not do.
 #include <algorithm>
 #include <cmath>
 
@@ -17,14 +17,14 @@ struct Rule {
     float beta1, rest1, beta2, rest2, eps, rate, widened, keep;
 };
 
-// The 256 values of a scale, increasing in [-1, 1], and a table to find the value that is nearest to x. A cell of the
-// table is the range of numbers with equal sign, exponent and upper bits of the mantissa. Cells are so narrow that at
-// most two of the 256 values are nearest to a number of the cell. The table has 32-bit integers, which vector
-// instructions can gather. The tables of both scales fit in a CPU's first-level cache.
+// The 256 values of a scale, increasing in [-1, 1], and a table to find the value that is nearest to a number x. A cell
+// of the table covers the numbers that agree in sign, exponent and upper bits of the mantissa. Cells are so narrow that
+// only one or two of the 256 values can be nearest to the numbers of a cell. The table has 32-bit integers, because
+// vector instructions can gather them. The tables of both scales fit in a CPU's first-level cache.
 template <bool SIGNED>
 struct Scale {
-    // Mantissa bits that a cell ignores. The unsigned scale has twice as many positive values as the signed scale, so
-    // its cells are half as wide.
+    // Number of lower mantissa bits in which the numbers of a cell differ. The unsigned scale has twice as many
+    // positive values as the signed scale, so its cells are half as wide.
     static constexpr int SHIFT = SIGNED ? 17 : 16;
     // EXPONENT: cells per exponent. The cells range from 2^-24 to 2; cell 0 also contains all smaller numbers.
     static constexpr int EXPONENT = 1 << (23 - SHIFT), LOWEST = (127 - 24) * EXPONENT, CELLS = 25 * EXPONENT;

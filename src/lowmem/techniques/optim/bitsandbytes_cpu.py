@@ -1,15 +1,16 @@
 """Replaces the CPU step of bitsandbytes' block-wise 8-bit Adam and Lion by one pass over memory.
 
-bitsandbytes' own CPU implementation uses torch operators. It is 30 times slower than a fused step, and often rounds
+bitsandbytes' own CPU implementation uses torch operators. It takes 30 times as long as a fused step, and often rounds
 small elements of a block to a neighbor of the nearest code (version 0.50: 12 % of elements on the signed scale and 18 %
-on the unsigned scale, for log-normal magnitudes). Even zeros are rounded away from zero, so a step changes weights
-whose gradients have always been zero.
+on the unsigned scale, for log-normal magnitudes). It even rounds zeros away from zero, so a step changes weights whose
+gradients have always been zero.
 
-Here the step is one C++ function, with bitsandbytes' state and its dynamic scales (256 values per scale, one for each
-8-bit code). The optimizer's class and its checkpoints do not change, so a run on a card can resume from a checkpoint of
-a run on a CPU. Without a compiler, torch operators compute the step. Each element is rounded to the nearest code, as in
-bitsandbytes' CUDA kernels. After 20 steps the difference from AdamW is half as large as with bitsandbytes' own CPU
-step. Block-wise dynamic state: Dettmers et al. 2022, arXiv 2110.02861.
+In this module, the step is one C++ function, which uses bitsandbytes' state and its dynamic scales (256 values per
+scale, one for each 8-bit code). The optimizer's class and the format of its checkpoints do not change, so a run on a
+card can resume from a checkpoint of a run on a CPU. Without a compiler, torch operators compute the step. Each element
+is rounded to the nearest code, as in bitsandbytes' CUDA kernels. After 20 steps, the difference from AdamW with fp32
+state is half as large as with bitsandbytes' own CPU step. Block-wise dynamic state: Dettmers et al. 2022, arXiv
+2110.02861.
 """
 
 import ctypes
@@ -23,13 +24,13 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
-EXACTLY = "-ffp-contract=off"  # prevents fused multiply-adds that the C++ code does not call explicitly
+EXACTLY = "-ffp-contract=off"  # allows fused multiply-adds only where the C++ code calls std::fma
 RULES = ("adam", "lion")  # bitsandbytes' names of update rules
 
 
 def in_one_pass(optimizer: Optimizer) -> None:
-    """Changes a bitsandbytes optimizer in place, so that this module's step updates the parameters that are in host
-    memory and have 8-bit state. Does nothing if the optimizer's update rule is neither Adam nor Lion."""
+    """Changes a bitsandbytes optimizer in place, so that this module's step updates parameters that are in host memory
+    and have 8-bit state. Does nothing if the optimizer's update rule is neither Adam nor Lion."""
     if optimizer.optimizer_name not in RULES:
         return
     theirs = optimizer.update_step
@@ -59,8 +60,8 @@ def _native(p: Tensor) -> ctypes.CDLL | None:
 
 
 def _rule(name: str, config: dict, step: int) -> tuple[float, ...]:
-    """Returns the scalars of a step, in the order of the C++ struct `Rule`. As in torch, the scalars are computed in
-    fp64 and rounded once."""
+    """Returns the scalars of a step, in the order of the C++ struct `Rule`. As in torch, they are computed in fp64; the
+    step rounds them to fp32 once."""
     (beta1, beta2, *_), lr = config["betas"], config["lr"]
     rate, widened = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if name == "adam" else (lr, 1.0)
     return beta1, 1 - beta1, beta2, 1 - beta2, config["eps"], rate, widened, 1 - lr * config["weight_decay"]

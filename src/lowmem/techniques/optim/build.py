@@ -3,17 +3,18 @@
 For every class:
 
 - Parameter groups are formed by role, so that weight decay applies only to matrices and embeddings.
-- A resume restores state in the dtype in which it was saved. Settings that the yaml names, except lr, have the values
-  of the new run.
-- If the yaml has `embedding_bits`, each group has the key `state_bits`: `embedding_bits` for embeddings, otherwise 8.
+- A resume restores state in the dtype in which it was saved. Settings in the yaml, except lr, are not restored: the
+  values of the resuming run apply.
+- If the yaml has `embedding_bits`, each group has the key `state_bits`. Its value is `embedding_bits` for the embedding
+  group, and 8 for all other groups.
 
 For bitsandbytes' optimizers also:
 
 - Adam, Lion and AdEMAMix apply weight decay before the update, as AdamW does, on every device.
-- `state_bits` sets the bits of a group's state. bitsandbytes keeps 32 bits for small parameters.
-- A second moment is never rounded to zero, except in a block of zeros.
+- `state_bits` sets the bits of a group's state. Parameters with fewer than 4096 elements keep 32-bit state.
+- An 8-bit second moment is not rounded to zero, except in a block of zeros.
 - 8-bit Adam and Lion have a fast step on a CPU (`bitsandbytes_cpu.py`).
-- Restored state is in paged memory if the first step would have allocated it there.
+- A resume restores state to paged memory if the first step would have allocated it there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from lowmem.system.process import page_out
 from lowmem.system.torch_private import is_traceable_wrapper_subclass
 from lowmem.techniques.optim.bitsandbytes_cpu import in_one_pass
 
-BUFFERS = ("state1", "state2")  # keys of the state tensors that bitsandbytes' paged optimizers page
+BUFFERS = ("state1", "state2")  # keys of the state tensors that bitsandbytes' paged optimizers keep in paged memory
 DECOUPLED = ("adam", "lion", "ademamix")  # bitsandbytes' update rules with decoupled weight decay
 PAGED_FROM = 100_000  # minimum number of elements of a parameter with paged state (bitsandbytes' `get_state_buffer`)
 
@@ -45,13 +46,13 @@ def nothing(*_: object) -> None:
 
 
 class MakeOptimizer:
-    """A factory that is called as (model, master, restored) -> optimizer. `master` maps a parameter of the model to the
-    parameter that the optimizer updates. `restored` is called after the state of a parameter has been restored.
+    """A factory: calling it with (model, master, restored) creates an optimizer. `master` maps a parameter of the model
+    to the parameter that the optimizer updates. The optimizer calls `restored` after it has restored the state of a
+    parameter.
 
     Args:
-        make: function (parameter groups) -> optimizer: the class that the yaml names, or a partial of it.
-        embedding_bits: bits of the state of embeddings, if the optimizer reads `state_bits`; None: groups have no
-            `state_bits`.
+        make: function (parameter groups) -> optimizer: the class that the yaml names, or a partial of this class.
+        embedding_bits: `state_bits` of the embedding group; None: groups do not have the key `state_bits`.
     """
 
     def __init__(self, make: Callable[[list[dict]], Optimizer], embedding_bits: int | None = None) -> None:
@@ -87,11 +88,11 @@ class MakeOptimizer:
 
 
 def parameter_groups(model: nn.Module) -> list[dict]:
-    """Returns the trainable parameters in one group per role, without empty groups.
+    """Returns the trainable parameters in one group per role. Roles without parameters have no group.
 
-    Matrices and embeddings have weight decay; vectors (norms, biases) do not. A head counts as an embedding, tied or
-    not, because its rows belong to tokens. The biases of fused experts are (experts, columns) tensors; their names show
-    that they are vectors.
+    Matrices and embeddings have weight decay; vectors (norms, biases) do not. The head is in the embedding group, tied
+    or not, because its rows belong to tokens. The biases of fused experts are 2-D tensors (experts, columns), so they
+    are recognized as vectors by their names.
     """
     by_token = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -108,8 +109,8 @@ def parameter_groups(model: nn.Module) -> list[dict]:
 
 
 def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
-    """Makes bitsandbytes use each group's `state_bits`. bitsandbytes' own overrides are not used: they are in a global
-    table with the keys id(parameter), and a parameter of a sweep's next job may have the id of a freed parameter."""
+    """Makes bitsandbytes use each group's `state_bits`. bitsandbytes' own overrides are not used, because a global
+    table stores them by id(parameter): in a sweep, a parameter of the next job may have the id of a freed parameter."""
     theirs = optimizer.get_config
 
     def get_config(gindex: int, pindex: int, group: dict) -> dict:
@@ -120,8 +121,8 @@ def _hold_state_in_the_groups_bits(optimizer: Optimizer) -> None:
 
 def _decay_before_the_update(optimizer: Optimizer) -> None:
     """Makes bitsandbytes apply decoupled weight decay before the update on every device, as AdamW does. Does nothing if
-    the update rule is not in DECOUPLED. bitsandbytes' CUDA kernels multiply the weight by 1 - lr * decay after the
-    update (issue 2010), and the kernels of 32-bit Lion add the decay to the gradient (issue 1992)."""
+    the update rule is not in DECOUPLED. Without this change, bitsandbytes' CUDA kernels multiply the weight by 1 - lr *
+    decay after the update (issue 2010), and the kernels of 32-bit Lion add the decay to the gradient (issue 1992)."""
     if optimizer.optimizer_name not in DECOUPLED:
         return
     theirs = optimizer.update_step
@@ -135,10 +136,10 @@ def _decay_before_the_update(optimizer: Optimizer) -> None:
 
 
 def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
-    """Replaces zero in bitsandbytes' 256 values for second moments by a small value, on every device. If the second
-    moment were rounded to zero and the first moment m were not, the update would be lr * m / eps, thousands of times
-    lr. Elements that are exactly zero get this small value too, which makes their later updates slightly smaller. In a
-    block of zeros they stay zero."""
+    """Replaces zero by a small value among the 256 values that bitsandbytes uses for second moments, on every device.
+    If a second moment were rounded to zero but its first moment m were not, the update would be lr * m / eps, thousands
+    of times lr. Second moments that are exactly zero get this small value too, which makes their later updates slightly
+    smaller; only in a block of zeros they stay zero."""
     optimizer.fill_qmap()
     _replace_zero(optimizer.name2qmap["udynamic"])
 
@@ -149,14 +150,15 @@ def _replace_zero(scale: Tensor | None) -> None:
 
 
 def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str], restored: Restored) -> None:
-    """Makes a restored optimizer keep this run's settings, such as a weight decay that the user typed for the resume.
-    torch would restore the saved settings. The schedule sets `lr`. Also restores bitsandbytes' paged state in paged
-    memory, and replaces zero in restored scales of second moments.
+    """Makes `load_state_dict` keep this run's settings, such as a weight decay that the user typed for the resume;
+    torch would restore the saved settings. Also makes it restore bitsandbytes' paged state to paged memory, and replace
+    zero in restored scales of second moments.
 
     Args:
         optimizer: changed in place.
-        named: names of the settings in the yaml. All other settings are restored, since they may belong to the state.
-        restored: called for each parameter with state, after all states have been restored.
+        named: names of the settings that the yaml contains. `lr` is restored, and then set by the schedule. Settings
+            without a name in the yaml are restored too, since they may belong to the state.
+        restored: called for each parameter with state, after the states of all parameters have been restored.
     """
     theirs = optimizer.load_state_dict
     kept = {*named} - {"lr", "params"}
@@ -181,9 +183,9 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
     """Makes an optimizer restore each tensor of its state in the dtype in which the tensor was saved.
 
     torch casts restored state to the parameter's dtype: fp32 moments of a 16-bit weight would lose half of their bits,
-    and 8-bit codes would temporarily take four times their size. So torch restores only the groups, and hooks restore
-    the tensors. torchao's issue 3314 describes this problem. bitsandbytes' own `load_state_dict` keeps the dtypes, and
-    does not call hooks.
+    and 8-bit codes of an fp32 weight would become fp32 numbers, four times as large. So torch restores only the groups,
+    and hooks restore the tensors. torchao's issue 3314 describes this problem. bitsandbytes' own `load_state_dict`
+    keeps the dtypes of its state, and does not call hooks.
 
     Args:
         optimizer: changed in place.
@@ -208,16 +210,17 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
 
 
 def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yields the items of a mapping that may load each value on access, one at a time. If a value is mapped from a
-    file, its pages are released before the next value is loaded."""
+    """Yields the items of a mapping one at a time, since the mapping may load each value on access. If a value is
+    mapped from a file, its pages are released before the next value is loaded."""
     for key, value in state.items():
         yield key, value
         page_out(plain_tensors(value) if isinstance(value, Tensor) else ())
 
 
 def pageable(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the state tensors of a paged optimizer that may be in paged memory; empty for other optimizers. A tensor
-    is paged only if its parameter is on a card and has at least PAGED_FROM elements, which the caller must check."""
+    """Returns the state tensors of a paged optimizer that may be in paged memory; empty for other optimizers. The
+    caller must check further conditions: a tensor is paged only if its parameter is on a card and has at least
+    PAGED_FROM elements."""
     if not getattr(optimizer, "is_paged", False):
         return []
     return [state[key] for state in optimizer.state.values() for key in BUFFERS if key in state]
@@ -226,10 +229,14 @@ def pageable(optimizer: Optimizer) -> list[Tensor]:
 def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> None:
     """Restores the state of a paged optimizer. Each state tensor is allocated as in the first step, paged or not.
 
-    bitsandbytes itself restores paged state as ordinary tensors on the device, which may run out of memory (issues 782
-    and 1381). On a CPU, bitsandbytes would restore the state of a run on a card in paged memory, which fails.
+    On a card, bitsandbytes itself restores paged state as ordinary tensors, for which the card may have too little
+    memory (issues 782 and 1381). On a CPU, it would try to restore paged state of a run on a card to paged memory,
+    which fails.
 
-    Args: theirs: bitsandbytes' `load_state_dict`.
+    Args:
+        optimizer: the optimizer, with parameters on their final device.
+        theirs: bitsandbytes' `load_state_dict`.
+        state_dict: the saved state.
     """
     theirs(state_dict, move_to_device=False)
     for p, state in optimizer.state.items():
@@ -241,8 +248,8 @@ def _restore_paged(optimizer: Optimizer, theirs: Callable, state_dict: dict) -> 
 
 
 def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
-    """Returns a copy of a state tensor on the parameter's device, and a value of another type unchanged. Step counts
-    are copied to the host, unless a fused or capturable optimizer reads them on the device."""
+    """Returns a copy of a state tensor on the parameter's device, or a value of another type unchanged. A step count is
+    copied to the host instead, unless a fused or capturable optimizer reads it on the device."""
     if not isinstance(value, Tensor):
         return value
     counts_on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
@@ -250,8 +257,8 @@ def _placed(key: str, value: object, group: dict, p: nn.Parameter) -> object:
 
 
 def _copied(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device. For a wrapper subclass, the inner tensors are copied, because `Tensor.to` ignores
-    `copy=True` for torchao's 4-bit state that is already on the device."""
+    """Returns a copy of a tensor on a device. For a wrapper subclass, the inner tensors are copied, because `Tensor.to`
+    ignores `copy=True` for torchao's 4-bit state if this state is already on the device."""
     if not is_traceable_wrapper_subclass(value):
         return value.to(device, copy=True)
     names, context = value.__tensor_flatten__()

@@ -1,8 +1,8 @@
-"""Compiles a C++ file of this package into a shared library, with any available C++ compiler, and caches the library.
+"""Compiles a C++ file of this package into a shared library, and caches the library.
 
-`adamw8bit.py` and `bitsandbytes_cpu.py` use such libraries for their steps on a CPU. Only a compiler is needed, without
-headers of Python or torch and without a build system. ctypes calls the functions of the library, and releases the GIL
-during a call.
+`adamw8bit.py` and `bitsandbytes_cpu.py` use such libraries for their steps on a CPU. A C++ compiler on the PATH
+suffices: the files need neither the headers of Python or torch nor a build system. ctypes calls the functions of the
+library, and releases the GIL during a call.
 """
 
 import ctypes
@@ -34,8 +34,8 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """Returns the compiled library, or None if the PATH has no compiler, or compilation or loading fails. Then the
-    reason is logged, once per source and flags, and the caller must use a slower implementation.
+    """Returns the compiled library. Returns None and logs the reason if the PATH has no compiler, or if compiling or
+    loading fails; the caller must then use a slower implementation. The result is cached per source and flags.
 
     Args:
         source: the C++ file.
@@ -58,9 +58,9 @@ def _without(source: Path, why: str) -> None:
 
 
 def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
-    """Returns the path of the library in the cache, after compiling it if the cache lacks an intact copy. The file name
-    contains a hash of the sources, the flags and the compiler's predefined macros, which list this processor's
-    instruction set."""
+    """Returns the path of the library in the cache, and compiles the library first if the cache has no intact copy. The
+    file name contains a hash of the sources, the flags and the compiler's predefined macros, which list this
+    processor's instruction set."""
     describe = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     target = _run(describe)
     texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(source.parent.glob("*.hpp")))]
@@ -76,7 +76,7 @@ def _built(compiler: str, source: Path, flags: Sequence[str]) -> Path:
 
 
 def _intact(built: Path) -> bool:
-    """Returns True if the cached library exists and has the right checksum: loading a truncated file would kill the
+    """Returns True if the cached library exists and has the right checksum. Loading a truncated file would crash the
     process."""
     try:
         return _checksum(built) == _checksum_of(built).read_text(encoding="utf-8")
@@ -100,6 +100,6 @@ def _compile(command: list[str]) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Runs a compiler and returns its output. Ctrl-C does not reach the compiler: an interrupted run first completes
-    its current step, and this step needs the library."""
+    """Runs a compiler and returns its output. Ctrl-C does not reach the compiler, because an interrupted run completes
+    its current step before it stops, and this step needs the library."""
     return subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True).stdout

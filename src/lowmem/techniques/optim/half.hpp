@@ -1,5 +1,5 @@
 // The dtypes of weights and gradients, and conversions of arrays to fp32 (`widen`) and from fp32 (`narrow`). Numbers
-// are rounded to nearest even, except in `Upper`, which is rounded half up so that 16 more bits restore fp32.
+// are rounded to nearest. Ties are rounded to even, except in `Upper`.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -37,7 +37,8 @@ struct BFloat16 {
     }
 };
 
-// A bf16 number, rounded half up so that the remainder of the fp32 number fits in 16 bits (step/fp32_halves.py).
+// The upper half of an fp32 number, as a bf16 number. Ties are rounded away from zero, so that the remainder of the
+// fp32 number fits in 16 bits (step/fp32_halves.py).
 struct Upper {
     uint16_t upper;
     explicit Upper(float x) : upper(uint16_t((bits(x) + 0x8000u) >> 16)) {}

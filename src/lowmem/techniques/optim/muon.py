@@ -1,13 +1,13 @@
 """Muon for matrices and AdamW for all other parameters, as one optimizer.
 
-Muon updates a matrix by the orthogonal matrix that is nearest to its momentum, so that all directions change equally.
-Muon stores one moment (4 bytes per parameter), and AdamW stores two. Muon treats fused experts (experts, rows, columns)
-as one matrix per expert. Matrices are updated one by one, so temporary memory is needed for only one matrix.
-Embeddings, head, norms, biases and depthwise convolutions do not map between hidden spaces, so AdamW updates them.
-Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+Muon updates a matrix by approximately the orthogonal matrix that is nearest to its momentum, so that all directions
+change equally. Muon stores one moment (4 bytes per parameter), and AdamW stores two. Fused experts (experts, rows,
+columns) are updated as one matrix per expert. Matrices are updated one by one, so the step needs temporary memory for
+only one matrix. Embeddings, head, norms, biases and depthwise convolutions do not map between hidden spaces, so AdamW
+updates them. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
-`torch.optim.Muon` and `torch.optim.AdamW` compute the updates. Both receive this optimizer's groups and state at each
-step, and store nothing themselves.
+`torch.optim.Muon` and `torch.optim.AdamW` compute the updates. At each step, they receive the groups and the state of
+this optimizer; they keep neither after the step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# torch's rule `match_rms_adamw` gives a Muon update an RMS of 0.2 lr. AdamW's first update has an RMS of lr. `Muon`
-# divides by TORCHS_RMS, so that an exactly orthogonal update has an RMS of lr, too. torch's five iterations give a
-# nearly orthogonal update: its RMS is 0.86 to 0.96 lr for a random gradient. If the gradient has rank r instead of full
-# rank n, the RMS is multiplied by sqrt(r / n).
+# torch's rule `match_rms_adamw` gives an exactly orthogonal update an RMS of 0.2 lr. AdamW's first update has an RMS of
+# lr. `Muon` divides lr by TORCHS_RMS, so that an exactly orthogonal update has an RMS of lr, too. With torch's five
+# iterations, the update is only nearly orthogonal: its RMS is 0.86 to 0.96 lr for a random gradient. If the gradient
+# has rank r instead of full rank n, the RMS is multiplied by sqrt(r / n).
 TORCHS_RMS = 0.2
 
 
@@ -27,10 +27,10 @@ class Muon(Optimizer):
     """Muon for matrices and AdamW for all other parameters.
 
     Args:
-        params: parameter groups with a `role` (matrix, embedding, vector).
-        momentum: momentum of Muon, for matrices.
-        betas, eps: arguments of AdamW, for all other parameters.
-        lr, weight_decay: for groups that do not set these keys.
+        params: parameter groups, each with the key `role`: matrix, embedding or vector.
+        lr, weight_decay: values for groups without these keys.
+        momentum: Muon's momentum.
+        betas, eps: AdamW's arguments.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Muon(Optimizer):
         return loss
 
     def _matrices(self, p: nn.Parameter) -> Iterator[tuple[nn.Parameter, dict]]:
-        """Yields (matrix, state) for each matrix of p. The matrix, its gradient and its momentum are views of p's
-        tensors."""
+        """Yields (matrix, optimizer state) for each matrix of p. The matrix, its gradient and its momentum are views of
+        the tensors of p."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
@@ -76,8 +76,15 @@ class Muon(Optimizer):
             yield matrix, {"momentum_buffer": momentum}
 
     def _step(self, optimizer: Optimizer, state: dict[nn.Parameter, dict], group: dict, factor: float) -> None:
-        """Updates the parameters of `state` with a learning rate of lr * factor, but decays them by lr *
-        weight_decay. Args: state: parameter -> its optimizer state; group: the settings."""
+        """Updates parameters with a learning rate of lr * factor. Weight decay is not multiplied by the factor: it
+        remains lr * weight_decay.
+
+        Args:
+            optimizer: `muon` or `adamw`.
+            state: parameter to update -> its optimizer state.
+            group: the settings, with `lr` and `weight_decay`.
+            factor: factor of the learning rate.
+        """
         scaled = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "params": list(state)}
         optimizer.state, optimizer.param_groups = state, [optimizer.defaults | group | scaled]
         if state:

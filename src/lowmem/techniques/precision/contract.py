@@ -1,8 +1,8 @@
 """The interface of a precision: the dtypes of weights and matrix products, and the loss scale.
 
-A precision is a Lightning plugin. Other code uses only the attributes and methods below, which are in the order in
-which a run uses them. The defaults are for fp32 weights: a new precision sets `dtype`, and overrides the methods whose
-default does not fit. The base class of a new precision is one of these classes:
+A precision is a Lightning plugin. Code that does not know the kind of precision uses only the attributes and methods of
+`BasePrecision`, which are listed in the order in which a run uses them. The defaults are for fp32 weights: a new
+precision sets `dtype`, and overrides the methods whose default does not fit. It is derived from one of these classes:
 
     BasePrecision         this module
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
@@ -32,18 +32,18 @@ log = logging.getLogger(__name__)
 
 
 class BasePrecision(Precision):
-    """Base class of all precisions. Args: device: the type of the device that computes, cpu or cuda."""
+    """Base class of all precisions. Args: device: type of the device that runs forward and backward, cpu or cuda."""
 
-    device = "cpu"  # the type of the device that computes
-    dtype: torch.dtype  # dtype of matrix products
-    # dtype in which weights are loaded: the dtype of the trained weights, or of their masters; None: `dtype`
+    device = "cpu"
+    dtype: torch.dtype  # dtype of the inputs of matrix products
+    # dtype of the model's trained weights, or of their masters if the optimizer updates masters; None: `dtype`
     weights_dtype: torch.dtype | None = torch.float32
-    tf32 = False  # True: on a card, inputs of fp32 matrix products keep 10 mantissa bits
+    tf32 = False  # True: on a card with TF32, inputs of fp32 matrix products keep 10 mantissa bits
     scales_loss = False  # True: the loss is scaled, and only the end of a window shows whether a gradient overflowed
-    lowered_scale = False  # True: this window's gradients overflowed, and the loss scale was halved
-    gradient_scale = 1.0  # the loss scale by which this window's gradients are multiplied
-    draws = False  # True: a step draws random numbers; processes with copies of a weight must draw equal numbers
-    # when the optimizer runs on the host (`offload/master_weights.py`)
+    lowered_scale = False  # True: the last window's gradients overflowed, and the loss scale was halved
+    gradient_scale = 1.0  # the loss scale by which the current window's gradients are multiplied
+    draws = False  # True: steps draw random numbers; processes with copies of the same weight must draw equal numbers
+    # when the optimizer runs on the host (`offload/master_weights.py`); "if streamed": with weights=streamed
     steps_on_host: Literal["never", "if streamed", "always"] = "never"
 
     def __init__(self, device: str = "cpu") -> None:
@@ -54,17 +54,17 @@ class BasePrecision(Precision):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def when_converted(self, call: Callable[[nn.Module], None]) -> None:
-        """Registers a function that `convert_module` calls at its end, with the module. Lightning has no callback hook
-        at this point, between loading weights and moving them to the device. Registering a function again is a no-op,
-        since a trainer may run more than once."""
+        """Registers a function that `convert_module` calls at its end, with the module as argument. Lightning has no
+        callback hook between loading the weights and moving them to the device. Registering a function twice has no
+        effect: a trainer may run more than once, and each run registers its functions."""
         if call not in self._on_converted:
             self._on_converted.append(call)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the module in place and returns it. Lightning calls this method after the weights have been loaded
-        or restored from a checkpoint, before the weights move to the device, and before any computation or memory
-        tracking. Changes to the process may be registered in `_run`, since `teardown` always undoes them at the end of
-        the run. Parameter objects must stay the same during the run."""
+        or restored from a checkpoint, and before they move to the device. The objects of parameters must not be
+        replaced. An override that changes settings of the process registers the undoing in `_run`, and `teardown` calls
+        it at the end of the run."""
         if self._run.enter_context(widened(self.dtype, self.device)):
             log.info(
                 f"This CPU has no {NAMES[self.dtype]} matrix products: they are computed in fp32, and each result is "
@@ -75,14 +75,18 @@ class BasePrecision(Precision):
         return module
 
     def optimizer(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm) -> DeviceOptimizer:
-        """Returns the optimizer of a run in which no `HostOptimizer` updates the weights. Args: see
+        """Returns the wrapper of the optimizer. Not called if a `HostOptimizer` updates the weights. Args: see
         `DeviceOptimizer`."""
         return DeviceOptimizer(inner, model, global_norm)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:
-        """Refuses an optimizer that is not a `WindowOptimizer`, because other optimizers would apply gradients that are
-        still multiplied by the loss scale. Lightning calls this method before the first step, and with an empty list
-        before an evaluation. Raises: Refused."""
+        """Checks the optimizers. Lightning calls this method before the first step, and with an empty list before an
+        evaluation.
+
+        Raises:
+            Refused: an optimizer is not a `WindowOptimizer`, so it would not unscale gradients or update 16-bit weights
+                in fp32.
+        """
         if not all(isinstance(optimizer, WindowOptimizer) for optimizer in optimizers):
             raise Refused(
                 f"{type(self).__name__} cannot train {type(model).__name__}: only the optimizer of "
@@ -96,25 +100,26 @@ class BasePrecision(Precision):
         device."""
 
     def device_tensors(self) -> Iterable[Tensor]:
-        """Returns further tensors on the device, besides weights, gradients and optimizer state. The memory meter
-        counts these tensors as optimizer state, and may call this method at any time."""
+        """Returns the tensors that the precision itself stores on the device. The memory meter reports them as
+        optimizer state, and may call this method at any time."""
         return ()
 
     # --- each micro-batch -----------------------------------------------------------------------------------------
 
     def train_step_context(self) -> AbstractContextManager:
-        """Returns the context that Lightning enters for the full training step. It does nothing, because autocast at
-        this point would also cover backward and the optimizer."""
+        """Returns the context that Lightning enters for the full training step. It does nothing: autocast in this
+        context would also affect backward and the optimizer."""
         return nullcontext()
 
     def forward_context(self) -> AbstractContextManager:
-        """Returns the context of a forward pass, such as autocast. Lightning enters this context for each step of an
-        evaluation. In training, and for samples and checks, the code that calls the model enters it."""
+        """Returns a context for a forward pass, such as autocast. Lightning enters it for each step of an evaluation.
+        In training, and for samples and checks, the code that calls the model must enter it."""
         return nullcontext()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Calls callbacks, and returns the tensor on which Lightning calls `backward`: the loss, multiplied by the loss
-        scale if the precision has one. Lightning calls this method with the loss of each micro-batch."""
+        """Returns the tensor on which `backward` is called: the loss, multiplied by the loss scale if the precision has
+        one. Calls the hooks `on_before_backward` first. Called with the loss of each micro-batch, by Lightning or by
+        `Pipeline`."""
         return super().pre_backward(tensor, module)
 
     # --- each window ----------------------------------------------------------------------------------------------
@@ -123,17 +128,17 @@ class BasePrecision(Precision):
         """Sets the loss scale of the next window. Args: finite: True if all gradients of this window are finite."""
 
     def optimizer_step(self, optimizer: Optimizer, model: LightningModule, closure: object, **kwargs: object) -> None:
-        """Steps the optimizer. Unlike Lightning's version, this method does not call callbacks or clip gradients,
-        because `CausalLM.training_step` has already done both."""
+        """Steps the optimizer. Lightning's version would also call callbacks and clip gradients, but
+        `CausalLM.training_step` has already done both."""
         optimizer.step()
 
     # --- after steps ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Returns the tensors and numbers that a bit-exact resume needs. Lightning calls this for each checkpoint, and
-        stores the result under the name of the class."""
+        """Returns the tensors and numbers of the precision that a bit-exact resume needs. Lightning calls this method
+        for each checkpoint, and stores the result under the name of the class."""
         return {}
 
     def teardown(self) -> None:
-        """Undoes all changes to the process. Lightning calls this at the end of a run."""
+        """Undoes the changes to the process that `_run` lists. Lightning calls this method at the end of a run."""
         self._run.close()

@@ -1,11 +1,11 @@
 """Speeds up 16-bit matrix products on CPUs that have no instructions for 16-bit products.
 
-On such a CPU torch uses a plain loop that is 10 to 100 times slower than an fp32 product (pytorch issue 146508). So
-`BasePrecision.convert_module` replaces torch's CPU kernels until the end of the run. The replacements convert the
-inputs to fp32, multiply and add in fp32, and round the result once, as the 16-bit instructions do. Kernels are replaced
-at the CPU dispatch key, below autocast, autograd and memory trackers. So forward, backward and recomputation use the
-new kernels, and saved tensors still have 16 bits. The price is temporary memory for one operator at a time: fp32 copies
-of its inputs, and its fp32 result.
+On such a CPU, torch computes a 16-bit product in a plain loop, which takes 10 to 100 times as long as an fp32 product
+(pytorch issue 146508). So `BasePrecision.convert_module` replaces torch's CPU kernels until the end of the run. The
+replacements convert the inputs to fp32, multiply and add in fp32, and round the result once, as the 16-bit instructions
+do. They are registered at the CPU dispatch key, below autocast, autograd and memory trackers. So forward, backward and
+recomputation use them, and saved tensors still have 16 bits. The price is temporary memory during each product: fp32
+copies of its inputs, and its fp32 result.
 
 A dispatch mode could also replace the kernels, but would add a Python call to every operator.
 """
@@ -28,7 +28,8 @@ from lowmem.system.torch_private import (
 )
 
 aten = torch.ops.aten
-# Product -> number of results to round to 16 bits. The second result of attention, the log-sum-exp, stays in fp32.
+# Product -> number of its results, from the first, to round to 16 bits. The second result of attention, the
+# log-sum-exp, stays in fp32.
 PRODUCTS = {
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 1),
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out), 1),
@@ -45,8 +46,9 @@ def has_units(dtype: torch.dtype) -> bool:
 
 @contextmanager
 def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
-    """Context manager that replaces torch's CPU kernels for matrix products in `dtype`, in all threads, if the device
-    is a CPU without instructions for these products. Yields: True if the kernels were replaced."""
+    """Context manager that replaces torch's CPU kernels for matrix products in `dtype`, in all threads. Does nothing if
+    the device is not a CPU, or if the CPU has instructions for these products. Yields: True if the kernels were
+    replaced."""
     if device != "cpu" or has_units(dtype):
         yield False
         return
@@ -59,14 +61,14 @@ def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
 
 @cache
 def _native(product: OpOverload) -> Callable:
-    """Returns torch's own kernel. The result is cached, because `get_kernel` returns the replacement after the kernel
-    has been replaced."""
+    """Returns torch's own kernel. Cached from the first call on, because after the replacement `get_kernel` returns the
+    new kernel."""
     return get_kernel(product, "CPU").call_boxed
 
 
 def _wide(product: OpOverload, dtype: torch.dtype) -> Callable:
-    """Returns the replacement kernel. For inputs in `dtype` the kernel calls torch's kernel with fp32 copies and rounds
-    the results; for other inputs it calls torch's kernel unchanged."""
+    """Returns the replacement of a kernel. For inputs in `dtype`, the replacement calls torch's kernel with fp32 copies
+    of the inputs, and rounds the results. Otherwise it passes the inputs to torch's kernel unchanged."""
     native = _native(product)
 
     def wide(value: object) -> object:

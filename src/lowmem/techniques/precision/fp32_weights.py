@@ -23,13 +23,14 @@ class FullPrecision(BasePrecision):
 
 
 class TensorFloat32(FullPrecision):
-    """fp32 weights. On a card with TF32, inputs of matrix products keep 10 mantissa bits, and sums are in fp32."""
+    """fp32 weights. On a card with TF32, inputs of matrix products keep 10 mantissa bits, and sums are in fp32. On
+    other devices, matrix products are in fp32."""
 
     tf32 = True
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         if has_tf32(self.device):
-            # the setting belongs to the process, and the next run may be fp32
+            # restored in `teardown`: the setting belongs to the process, and the next run may be in fp32
             self._run.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("high")
         else:
@@ -45,12 +46,12 @@ class Autocast(BasePrecision):
     """Computes matrix products in `dtype`, with weights in fp32."""
 
     def forward_context(self) -> AbstractContextManager:
-        # With its cache, autocast would keep a 16-bit copy of every weight until the forward pass ends.
+        # With its cache, autocast would keep the 16-bit copies of all weights until the forward pass ends.
         return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
 
 
 class BFloat16Autocast(Autocast):
-    """Autocast to bf16, without loss scaling, because bf16 has the range of fp32."""
+    """Autocast to bf16. bf16 has the range of fp32, so the loss is not scaled."""
 
     dtype = torch.bfloat16
 

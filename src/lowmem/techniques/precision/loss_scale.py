@@ -1,8 +1,10 @@
-"""Dynamic loss scaling: the loss is multiplied before backward, so that small gradients do not underflow in fp16.
+"""Dynamic loss scaling: the loss is multiplied by a scale before backward, so that small gradients do not underflow in
+fp16.
 
 If a gradient overflows, the step is skipped and the scale is halved, down to `SMALLEST`. After `growth_interval`
-consecutive steps without overflow the scale is doubled. Source: Micikevicius et al. 2018, arXiv 1710.03740. torch's
-GradScaler is not used: it refuses fp16 gradients, and would unscale them in fp16, where small gradients underflow.
+consecutive steps without overflow, the scale is doubled. torch's GradScaler is not used, because it raises an error for
+fp16 gradients. Without this error it would unscale them in fp16, where small gradients underflow. Source: Micikevicius
+et al. 2018, arXiv 1710.03740.
 """
 
 from lightning.pytorch import LightningModule
@@ -10,22 +12,21 @@ from torch import Tensor
 
 from lowmem.techniques.precision.contract import BasePrecision
 
-# A scale that is not above this value is not halved. From 2**16, 26 overflows in a row lead to this value. If gradients
-# still overflow then, a smaller scale would not help either.
+# Only a scale above this value is halved. From 2**16, 26 overflows in a row lead to this value. If gradients still
+# overflow then, a smaller scale would not help.
 SMALLEST = 2.0**-10
 
 
 class LossScale:
-    """The loss scale and its update rule. Args: value: initial scale; growth_interval: number of consecutive steps
-    without overflow after which the scale is doubled."""
+    """The loss scale and its update rule. Args: value: initial scale; growth_interval: see `ScaledLoss`."""
 
     def __init__(self, value: float, growth_interval: int) -> None:
         self.value, self.growth_interval = float(value), growth_interval
-        self.steps = 0  # steps since the last overflow or the last change of the scale
+        self.steps = 0  # number of steps since the last overflow, or since the scale was last doubled
         self.halved = False  # True: the last window overflowed, and the scale was halved
 
     def update(self, finite: bool) -> None:
-        """Sets the scale for the next window. Args: finite: True if all gradients of this window are finite."""
+        """Sets the scale of the next window. Args: finite: True if all gradients of this window are finite."""
         self.halved = not finite and self.value > SMALLEST
         self.steps = self.steps + 1 if finite else 0
         if self.halved:
@@ -41,12 +42,12 @@ class LossScale:
 
 
 class ScaledLoss(BasePrecision):
-    """A mixin for fp16 precisions: scales the loss so that small gradients do not underflow. The optimizer unscales the
-    gradients, in `WindowOptimizer.finish` or when it updates a weight.
+    """A mixin for fp16 precisions that scales the loss. The `WindowOptimizer` unscales the gradients, in `finish` or
+    when it updates a weight.
 
     Args:
-        init_scale: loss scale at the start. A step in which a gradient overflows halves the scale, but not below
-            2**-10.
+        device: see `BasePrecision`.
+        init_scale: loss scale at the start. If a gradient overflows, the scale is halved, unless it is at most 2**-10.
         growth_interval: number of consecutive steps without overflow after which the scale is doubled.
     """
 

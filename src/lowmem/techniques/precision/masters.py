@@ -1,8 +1,8 @@
 """Precisions with 16-bit weights on the device and fp32 masters on the host, so that small updates are not lost.
 
-The device stores 2 bytes per parameter, or fewer if weights are streamed. The host stores the masters, the optimizer
-state and the gradients of an optimizer step, and the CPU runs the optimizer. The Lightning callback `MasterWeights`
-(`offload/master_weights.py`) creates the masters, and `HostOptimizer` (`offload/host_optimizer.py`) updates them; the
+The device stores 2 bytes of weights per parameter, or less if weights are streamed. The host stores the masters, the
+optimizer state and a step's gradients, and the CPU runs the optimizer. The Lightning callback `MasterWeights`
+(`offload/master_weights.py`) creates the masters, and `HostOptimizer` (`offload/host_optimizer.py`) updates them. The
 classes in this module define the dtypes and the loss scale. Sources: Micikevicius et al. 2018, arXiv 1710.03740, for
 masters; Ren et al. 2021, arXiv 2101.06840, for masters in host memory.
 """
@@ -14,10 +14,12 @@ from lowmem.techniques.precision.loss_scale import ScaledLoss
 
 
 class BFloat16Master(BasePrecision):
-    """bf16 weights on the device, without loss scaling, because bf16 has the range of fp32.
+    """bf16 weights on the device. bf16 has the range of fp32, so the loss is not scaled.
 
-    Args: early_step: with clip=null, update each master during backward, as soon as its last gradient of the window is
-        in host memory.
+    Args:
+        device: see `BasePrecision`.
+        early_step: True: with clip=null, each master is updated during backward, as soon as its last gradient of the
+            window is in host memory. False: masters are updated after backward.
     """
 
     dtype = torch.bfloat16

@@ -1,16 +1,16 @@
-"""Precisions with weights, gradients and activations in 16 bits, which halves their bytes; updates are computed in
-fp32.
+"""Precisions with weights, gradients and activations in 16 bits: half the memory of fp32. Updates are computed in fp32.
 
 Parameters are updated one at a time, where they are stored: on the device, or with strategy=fsdp_offload in host memory
 (for weights=streamed see `BFloat16Stochastic`). Weight and gradient are converted to fp32, the optimizer updates the
-fp32 weight, and the result is rounded to 16 bits. This works with any optimizer. The optimizer sees fp32 weights and
-gradients, so its state has the usual dtypes, and an eps of 1e-8 does not underflow. The step needs temporary memory for
-the fp32 weight and gradient of one parameter. RoPE frequencies and other fp32 buffers keep their dtype. A subclass may
-convert and round differently, and store additional tensors with each weight.
+fp32 weight, and the result is rounded to 16 bits. The optimizer sees only fp32 weights and gradients, so its state has
+the usual dtypes, and an eps of 1e-8 does not underflow. The step needs temporary memory for the fp32 weight and fp32
+gradient of one parameter. RoPE frequencies and other fp32 buffers keep their dtype. A subclass may convert and round
+differently, and store additional tensors with each weight.
 
 The price is lost updates: a 16-bit weight cannot change by less than the spacing of its dtype. The spacing of bf16 is
-0.4 to 0.8 % of the weight, so most updates of fine-tuning are rounded away. Stochastic rounding changes the weight by a
-full spacing, with a probability that keeps the expected value. Source: Zamirai et al. 2020, arXiv 2010.06192.
+0.4 to 0.8 % of the weight, so most updates in fine-tuning are rounded away. Stochastic rounding rounds up or down at
+random, with probabilities for which the expected value is the exact result. Source: Zamirai et al. 2020, arXiv
+2010.06192.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,8 @@ ExtraState = dict[str, Tensor]
 
 
 class SixteenBitWeights(BasePrecision):
-    """Weights in `dtype`, rounded to nearest. Subclasses may override `widen`, `round` and `new_extra_state`."""
+    """Weights in `dtype`; updates are rounded to nearest. Subclasses may override `widen`, `round` and
+    `new_extra_state`."""
 
     weights_dtype = None
 
@@ -43,16 +44,17 @@ class SixteenBitWeights(BasePrecision):
     # --- for subclasses -------------------------------------------------------------------------------------------
 
     def widen(self, p: nn.Parameter) -> Tensor:
-        """Returns a copy of the weight in fp32, which the optimizer updates in place."""
+        """Returns an fp32 copy of a weight. The optimizer updates this copy in place."""
         return p.data.float()
 
     def round(self, wide: Tensor, p: nn.Parameter) -> None:
-        """Rounds the updated fp32 weight to 16 bits, into `p.data`."""
+        """Rounds an updated weight to 16 bits. Args: wide: the fp32 weight; p: the parameter, whose data receives the
+        result."""
         p.data.copy_(wide)
 
     def new_extra_state(self, p: nn.Parameter) -> ExtraState:
-        """Returns name -> tensor: additional tensors that are stored on the device for a weight; empty by default.
-        `extra_state(p)` calls this method the first time. `widen` and `round` of a subclass get the tensors from
+        """Returns name -> tensor for additional tensors that the device stores with a weight; empty by default. The
+        first call of `extra_state(p)` calls this method. `widen` and `round` of a subclass get the tensors from
         `extra_state(p)`, and change them in place. The memory meter and checkpoints include these tensors."""
         return {}
 
@@ -93,8 +95,8 @@ class SixteenBitWeights(BasePrecision):
 
 
 class NarrowOptimizer(DeviceOptimizer):
-    """Updates 16-bit weights one at a time. A weight and its gradient are in fp32 during the update. The gradient is
-    unscaled in fp32, because unscaled gradients below 6e-8 would underflow in fp16."""
+    """Updates 16-bit weights one at a time, and converts each weight and its gradient to fp32 for the update. The
+    gradient is unscaled after the conversion, because unscaled gradients below 6e-8 would underflow in fp16."""
 
     def __init__(
         self, precision: SixteenBitWeights, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm
@@ -103,7 +105,7 @@ class NarrowOptimizer(DeviceOptimizer):
         self.precision = precision
 
     def _unscale(self) -> None:
-        """Overridden to do nothing, because `step_one` unscales."""
+        """Does nothing, because `step_one` unscales."""
 
     def step(self) -> None:
         for group, p in self.with_gradient():
@@ -111,7 +113,7 @@ class NarrowOptimizer(DeviceOptimizer):
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:
         """Updates a parameter and frees its gradient."""
-        if p.dtype == torch.float32:  # weights of an adapter are stored in fp32, and not rounded
+        if p.dtype == torch.float32:  # a weight of an adapter, which is stored in fp32 and not rounded
             p.grad.div_(self.scale)
             super().step_one(group, p)
             p.grad = None
@@ -138,12 +140,14 @@ class BFloat16Weights(SixteenBitWeights):
 
 
 class BFloat16Stochastic(SixteenBitWeights):
-    """bf16 weights with stochastic rounding. With weights=streamed, the host updates and rounds all trained 16-bit
-    weights, streamed or not (`StochasticHostWeight` in `offload/host_weight.py`). Otherwise `NarrowOptimizer` does.
+    """bf16 weights whose updates are rounded stochastically. With weights=streamed, the host updates and rounds all
+    trained 16-bit weights, even those that are not streamed (`StochasticHostWeight` in `offload/host_weight.py`).
+    Otherwise `NarrowOptimizer` updates and rounds them.
 
     Args:
-        early_step: with weights=streamed and clip=null, update each weight during backward, as soon as its last
-            gradient of the window is in host memory.
+        device: see `BasePrecision`.
+        early_step: True: with weights=streamed and clip=null, each weight is updated during backward, as soon as its
+            last gradient of the window is in host memory. False: weights are updated after backward.
     """
 
     dtype = torch.bfloat16

@@ -1,4 +1,4 @@
-"""Defines the base class of adapters, which `adapter=` adds to a model after the model is loaded."""
+"""Defines the base class of adapters (`adapter=`)."""
 
 from transformers import PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin

@@ -27,7 +27,8 @@ LORA = "_lora"  # child with the trained LoRA matrices (`StackLoRA`), whose prod
 class ComputedExperts:
     """Mixin for a module with fused experts. During a forward pass, the first access to a stack's attribute computes
     the stack, and later accesses return this tensor. Outside of a forward pass, the attribute returns the stack's
-    parameter, without LoRA. A quantized stack has no parameter, so each access computes the stack, with LoRA."""
+    parameter, without LoRA. A quantized stack has no parameter: outside of a forward pass, each access computes the
+    stack, with LoRA."""
 
     # (dtype of products, name -> stack for the stacks computed so far) during a forward pass; None outside of it
     _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
@@ -97,13 +98,14 @@ class StackLoRA(nn.Module):
 
 
 def read_when_used(experts: nn.Module, names: Iterable[str]) -> None:
-    """Turns stacks of a module with experts into properties, in place. Args: names: names of stacks with an `_nf4` or
-    `_lora` child."""
+    """Changes a module's class, so that the attributes of stacks become properties that compute the stacks. Args:
+    experts: the module with the stacks; names: names of stacks with an `_nf4` or `_lora` child."""
     experts.__class__ = _class(plain_class(experts), tuple(sorted({*computed_stacks(experts), *names})))
 
 
 def adapt(experts: nn.Module, name: str, r: int, scaling: float) -> None:
-    """Adds LoRA to a stack. Args: name: name of a 3-D parameter or a quantized stack; r, scaling: see `StackLoRA`."""
+    """Adds LoRA to a stack. Args: experts: the module with the stack; name: name of the stack, a 3-D parameter or in 4
+    bits; r, scaling: see `StackLoRA`."""
     stack = StackLoRA(stack_weights(experts, name), getattr(experts, "is_transposed", False), r, scaling)
     experts.add_module(name + LORA, stack)
     read_when_used(experts, [name])

@@ -152,9 +152,9 @@ class IPO(PreferenceLoss):
 
 
 class ORPO(PreferenceLoss):
-    """Mean cross entropy of chosen - beta * log sigmoid(log odds of chosen - log odds of rejected), where log odds =
-    log(p / (1 - p)), log p = mean log-probability, and means are over the tokens of an answer: Hong et al. 2024, arXiv
-    2403.07691. Needs neither a reference model nor earlier supervised fine-tuning."""
+    """-log p(chosen) - beta * log sigmoid(log_odds(chosen) - log_odds(rejected)), where log p is the mean
+    log-probability of an answer's tokens, and log_odds = log(p / (1 - p)): Hong et al. 2024, arXiv 2403.07691. Needs
+    neither a reference model nor earlier supervised fine-tuning."""
 
     def __init__(self, beta: float = 0.1, columns: int = 4096) -> None:
         super().__init__(beta, columns)

@@ -1,6 +1,6 @@
 """`loss=tiled`: cross entropy that computes the logits of one tile of the vocabulary at a time, for all tokens.
 
-With N tokens that have a label, a vocabulary of V tokens, tiles of C tokens of the vocabulary, and hidden size H:
+N: number of tokens with a label; V: tokens in the vocabulary; C: tokens of the vocabulary per tile; H: hidden size.
 
     forward     for each tile: logits (N, C) -> running maximum and sum of exponentials, logit of the label
     backward    for each tile: logits again -> gradient of the logits -> complete gradient (C, H) of the tile's weights

@@ -1,14 +1,14 @@
 """AdamW with block-wise 8-bit state: 2.03 bytes of state per parameter, and on a CPU one pass over memory per step.
 
 Both moments are stored in blocks of 256 elements. For each block, the largest magnitude is stored in fp32. Each element
-is divided by this magnitude and stored in 8 bits on a square-root scale:
+is divided by this magnitude and stored as an 8-bit code on a square-root scale:
 
-    first moment     sign(m) sqrt(|m| / max |m|)       int8
-    second moment    sqrt(u / max u), u = sqrt(v)      uint8, never 0
+    first moment m     round(127 sign(m) sqrt(|m| / max |m|))       int8
+    second moment v    round(255 sqrt(u / max u)), u = sqrt(v)      uint8
 
 Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU can use vector instructions.
-After the first step, the code of u is at least 2 (`LEAST`), because a second moment that is rounded to zero would turn
-the next small gradient into a huge update.
+The step stores u as a code of at least 2 (`LEAST`), because a second moment that is rounded to zero would turn the next
+small gradient into a huge update.
 
 On a CPU, the step with 8-bit state is one C++ function, which is compiled once. The function reads a 16-bit or 32-bit
 gradient, unscales and clips it, and updates state and weight. The weight is stored either in fp32, optionally with a

@@ -83,7 +83,7 @@ class MakeOptimizer:
 
     @property
     def name(self) -> str:
-        """Returns the name of the optimizer's class, which checkpoints store."""
+        """Returns the name of the optimizer's class. Checkpoints store this name."""
         return getattr(self.make, "func", self.make).__qualname__  # theirs: `make` may be a partial
 
 

@@ -62,9 +62,9 @@ class BasePrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the module in place and returns it. Lightning calls this method after the weights have been loaded
-        or restored from a checkpoint, and before they move to the device. The objects of parameters must not be
-        replaced. An override that changes settings of the process registers the undoing in `_run`, and `teardown` calls
-        it at the end of the run."""
+        or restored from a checkpoint, and before they move to the device. Overrides must keep the parameter objects,
+        and may replace only their data. An override that changes settings of the process must add a callback or context
+        manager to `_run`, with which `teardown` restores the settings."""
         if self._run.enter_context(widened(self.dtype, self.device)):
             log.info(
                 f"This CPU has no {NAMES[self.dtype]} matrix products: they are computed in fp32, and each result is "
@@ -75,8 +75,8 @@ class BasePrecision(Precision):
         return module
 
     def optimizer(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm) -> DeviceOptimizer:
-        """Returns the wrapper of the optimizer. Not called if a `HostOptimizer` updates the weights. Args: see
-        `DeviceOptimizer`."""
+        """Returns the wrapper with which `inner` updates the weights. Not called if a `HostOptimizer` updates them.
+        Args: see `DeviceOptimizer`."""
         return DeviceOptimizer(inner, model, global_norm)
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> tuple:
@@ -140,5 +140,6 @@ class BasePrecision(Precision):
         return {}
 
     def teardown(self) -> None:
-        """Undoes the changes to the process that `_run` lists. Lightning calls this method at the end of a run."""
+        """Undoes changes to the process, such as replaced kernels, by closing `_run`. Lightning calls this method at
+        the end of a run."""
         self._run.close()

@@ -35,8 +35,8 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
 # The smallest code of u. Its value is (2 / 255)^2 times the largest u of the block. The smallest nonzero m is (1 /
-# 127)^2 times the largest m of the block, and both factors are about equal. So the update m / u of an element that is
-# tiny compared to its block is not larger than the updates of the block's other elements.
+# 127)^2 times the largest m of the block, and both factors are about equal. So the update m / u of the block's smallest
+# elements is not larger than that of its largest elements.
 LEAST = 2
 # A block whose largest magnitude is at most this is stored as zeros, since 1 / magnitude might overflow.
 NOTHING = 1e-30

@@ -1,6 +1,7 @@
-"""Checks a loaded model with forward passes over three tokens, on the device of the weights."""
+"""Checks a model with forward passes over three tokens, on the device of the weights."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,23 +36,32 @@ def check_causal(model: PreTrainedModel) -> None:
     )
 
 
-def check_computes(model: PreTrainedModel) -> None:
-    """Computes a forward pass over three tokens. transformers also builds models whose forward pass fails, for example
-    with more experts per token than experts. The check is skipped unless all parameters are in fp32, because in 16 bits
-    some operators need autocast or a GPU.
+def refuse_architecture(error: Exception, build: Callable[[], PreTrainedModel]) -> None:
+    """Explains an error of a run's first step if the model alone raises the same error in a forward pass over three
+    tokens on the CPU. transformers also builds models that cannot compute a forward pass, for example with more experts
+    per token than experts.
+
+    Args:
+        error: the error of the run.
+        build: builds the model with random fp32 weights.
 
     Raises:
-        Refused: the forward pass raises an error.
+        Refused: the model alone raises an error of the same class, whose message differs at most in numbers, such as
+            sizes of tensors.
     """
-    if any(p.dtype != torch.float32 for p in model.parameters()):
-        return
+    model = build()
     try:
         _first_logits(model, (0, 1, 2))
-    except (*FAILURES, ValueError) as error:
-        raise Refused(
-            f"model.architecture: {model.config.model_type} cannot compute a forward pass with these values. "
-            f"{type(error).__name__}: {last_line(error)}"
-        ) from error
+    except (*FAILURES, ValueError) as again:
+        if type(again) is type(error) and _without_numbers(again) == _without_numbers(error):
+            raise Refused(
+                f"model.architecture: {model.config.model_type} cannot compute a forward pass with these values. "
+                f"{type(error).__name__}: {last_line(error)}"
+            ) from error
+
+
+def _without_numbers(error: Exception) -> str:
+    return re.sub(r"\d+", "0", last_line(error))
 
 
 def _looks_ahead(model: PreTrainedModel) -> bool:

@@ -270,15 +270,12 @@ def module(
 
 
 def _check(run: Run, network: PreTrainedModel) -> None:
-    """Checks the loaded model. Raises: Refused: the model is not causal, a weight overflows fp16, or values of the
-    architecture contradict each other."""
+    """Checks the loaded model. Raises: Refused: the model is not causal, or a weight overflows fp16."""
     if run.multiplies_in == "float16":
         check_holds(network, torch.float16, WIDER)
     elif run.export_dtype == "float16" and (run.merge or not run.adapter_class.freezes_base):
         check_holds(network, torch.float16, "Type export_dtype=bfloat16 instead of export_dtype=float16.")
     checks.check_causal(network)
-    if run.model.architecture is not None and not run.model.pretrained:
-        checks.check_computes(network)
 
 
 def _start(run: Run, built: CausalLM, base: str | None) -> str:

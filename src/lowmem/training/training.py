@@ -28,6 +28,8 @@ from lowmem.data.token_store import Tokens
 from lowmem.memory.cap import capped
 from lowmem.memory.ledger import Side
 from lowmem.memory.snapshot import recorded
+from lowmem.model import loading
+from lowmem.model.checks import FAILURES, refuse_architecture
 from lowmem.report import drive_figures
 from lowmem.saving import checkpoint
 from lowmem.system import process
@@ -160,7 +162,7 @@ def training_session(
         raise Refused(f"{error} {_resume(training, output_dir)}") from error
     except MisconfigurationException as error:
         raise Refused(f"trainer, callbacks: Lightning rejected these settings: {error}") from error
-    except (RuntimeError, MemoryError, OSError) as error:
+    except (*FAILURES, ValueError, MemoryError, OSError) as error:
         if network is not None and mixes_dtypes(error, network):
             raise Refused(
                 f"precision: {type(network).__name__} mixes fp32 activations with its 16-bit weights ({error}). Type "
@@ -168,6 +170,9 @@ def training_session(
             ) from error
         side = out_of_memory(error)
         if side is None:
+            begins = training is None or training.trainer.global_step == (saved.steps if saved else 0)
+            if network is not None and begins and run.model.architecture is not None and not run.model.pretrained:
+                refuse_architecture(error, lambda: loading.load(data.described, torch.float32))
             raise
         side = "device" if run.device == "cpu" else side
         raise DidNotFit(side, training.watchers.meter.by_category(side) if training else {}) from error

@@ -253,11 +253,36 @@ def _parts(line: str, known: Collection[str]) -> Iterator[str]:
     """Yields one override per key of a section: memory.limit=1GiB for memory={limit: 1GiB}. Yields other overrides
     unchanged."""
     name, _, value = line.partition("=")
-    if value.startswith("{") and _is_section(name, known):
-        value = OverridesParser.create().parse_override(line).value()
-        yield from (f"{below}={value}" for below, value in _leaves(name, value, known))
+    mapping = _parsed(line) if value.lstrip().startswith("{") and _is_section(name, known) else None
+    if isinstance(mapping, Mapping):  # not the values of a sweep
+        yield from (f"{below}={_written(value)}" for below, value in _leaves(name, mapping, known))
     else:
         yield line
+
+
+def _parsed(line: str) -> object:
+    return OverridesParser.create().parse_override(line).value()
+
+
+def _written(value: object) -> str:
+    """Returns a parsed value in Hydra's syntax."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_written(below)}' for key, below in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str) and not _is_read_as(value):
+        return "'" + value.replace("'", r"\'") + "'"
+    return str(value)
+
+
+def _is_read_as(text: str) -> bool:
+    """Returns True if Hydra reads a text without quotes as this text."""
+    try:
+        return _parsed(f"key={text}") == text
+    except HydraException:
+        return False
 
 
 def _leaves(name: str, value: object, known: Collection[str]) -> Iterator[tuple[str, object]]:

@@ -1,21 +1,21 @@
-"""Tests techniques that change how a model computes, on every causal model family of transformers.
+"""Tests techniques that change how a model computes, on every causal language model family of transformers.
 
 python -m benchmarks.architectures          # ten minutes on two cores, twenty on one (--workers=1)
-python -m benchmarks.architectures gemma2   # only these families, printed and not saved (--save replaces their cells)
+python -m benchmarks.architectures gemma2   # only this family, printed and not saved (--save replaces its cells)
 
-Every family is made small by rules for the names of its config's keys, and by `VALUES` if a family needs special
-values. Scaling factors and caps get values that change the result, so that a technique that ignores them is detected.
-Families that cannot be built are reported as not built. `right` means:
+`SMALL` and `VALUES` make every family small: rules for the names of config keys, and special values for some families.
+`TELLING` sets scaling factors and caps to values that change the result, so that a technique that ignores them gives a
+wrong result. The table has a row per family and a column per test. `right` in a column means:
 
-- starts as typed: the loss is positive, and all gradients are finite
-- all kinds: the small model has as many kinds of blocks (sliding and full attention, dense layers and experts, ...) as
-  the model of transformers' default values
-- full = chunked: both losses and their gradients are equal, up to the order of sums
+- starts as typed: with lowmem's default techniques the loss is positive, and all gradients are finite
+- all kinds: the small model has at least as many kinds of blocks (sliding and full attention, dense layers and experts,
+  ...) as a model with transformers' default values
+- full = chunked: loss=full and loss=chunked give equal losses and gradients, up to the order of fp32 sums
 - every_layer, selective, offload: the loss and gradients have the same bits as without checkpointing
-- bf16-master: the weights have the same bits as in a naive loop with two models
-- lora: PEFT opens the adapter with the same logits, and merging gives the bits of PEFT's merge
+- bf16-master: two steps give the same bits of weights as a naive loop with an fp32 model and a bf16 model
+- lora: with the saved adapter, PEFT computes lowmem's logits up to rounding, and both merge to the same bits
 - qlora: the loss and gradients have the same bits as with LoRA on the dequantized weights
-- plan: the planner can trace the model
+- plan: the planner predicts a run of the model from a trace, without estimating
 """
 
 import argparse
@@ -67,7 +67,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
 SECONDS = 60  # time limit of one cell
 REORDERED = 1e-5  # error of fp32 sums in another order, relative to the largest element
 ROUNDINGS = 4  # error of an adapter's logits, as a multiple of the change by one fp32 rounding of every weight
-# Largest value of a config key: the first pattern that matches the key applies.
+# pattern -> largest value of the config keys that match it. The first matching pattern applies.
 SMALL = {
     r"vocab_size": VOCABULARY,
     r"^num_experts$|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts": 4,
@@ -86,21 +86,22 @@ SMALL = {
     r"position|seq_len|n_ctx": 128,
     r"image_size": 28,
 }
-# Values that change the result, instead of a factor of 1 or a cap that no logit reaches.
+# pattern -> value of the config keys that match it. The values change the result, unlike a factor of 1 or a cap that no
+# logit reaches.
 TELLING = {
     r"logit_scale|logits_scaling|lm_head_multiplier|logits?_mup|output_multiplier": 0.5,
     r"final_logit_softcapping|logits_soft_cap|output_logit_soft_cap": 0.2,
 }
 NUMBER_OF_LAYERS = r"num_hidden_layers$|^n_layers?$|^num_layers$|(decoder|encoder)_layers$|^num_blocks$|^depth$"
-# Number of blocks of families that do not have all their kinds of blocks among the first `LAYERS` blocks.
+# family -> number of blocks, for families whose first `LAYERS` blocks lack one of their kinds of blocks.
 DEPTHS = {
     **dict.fromkeys(("deepseek_v4", "jamba", "kimi_linear", "kolibri1", "lfm3"), 5),
     **dict.fromkeys(("bailing_hybrid", "beam", "flint", "gemma3", "gemma3_text", "inkling_text", "mimo_v2_flash"), 6),
     "inkling2_text": 7,
 }
 _LINEAR_AND_HYBRID = ["linear_attention", "hybrid"] * 2  # two hybrid blocks, which share their weights
-# Config values of families that the rules alone cannot build, or build without one of their kinds of blocks. They also
-# apply to a text decoder inside a multimodal model.
+# model_type -> config values, for families that the rules alone cannot build, or build without one of their kinds of
+# blocks. They also apply to a text decoder inside a multimodal model.
 VALUES = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -134,7 +135,7 @@ VALUES = {
         "lsh_attn_chunk_length": 8,
         "num_buckets": 4,
         "hash_seed": 0,
-        "hidden_dropout_prob": 0.0,  # its dropout uses separate seeds, which a run cannot set
+        "hidden_dropout_prob": 0.0,  # Reformer's dropout draws its own seeds, which a run cannot set
         "local_attention_probs_dropout_prob": 0.0,
     },
     "xmod": {"default_language": "en_XX"},
@@ -159,14 +160,14 @@ IMPOSSIBLE = {
 
 
 class Depth(NamedTuple):
-    """A number of layers, and the smaller number that replaces it."""
+    """The number of layers by default, and the number in the small model."""
 
     full: int
     small: int
 
 
 def shrunk(model_type: str) -> dict:
-    """Returns a small architecture of a family, as `architecture` in a yaml of conf/model."""
+    """Returns a small architecture of a family, in the form of `architecture` in the yaml files of conf/model."""
     full = CONFIG_MAPPING[model_type]()
     text = full.get_text_config(decoder=True)
     layers = next(
@@ -192,7 +193,7 @@ def _small(keys: Mapping, depth: Depth) -> dict:
     return small | own
 
 
-# Values for keys that are None by default in some families.
+# Values that replace None, for keys that are None by default in some families.
 UNSAID = {"num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS, "num_experts_per_tok": 2}
 NOT_OF_THE_MODEL = ("transformers_version", "architectures", "id2label", "label2id", "dtype", "torch_dtype")
 
@@ -212,7 +213,9 @@ def _value(key: str, value: object, depth: Depth) -> object:
             return telling
     if re.search(r"token_(id|index)", key):
         return value if value < VOCABULARY else 3
-    if key == "vocab_size":  # also if the default is smaller, as for bytes: tokens are drawn below VOCABULARY
+    if (
+        key == "vocab_size"
+    ):  # even if the default is smaller (byte-level models): tokens are drawn from 4 to VOCABULARY - 2
         return VOCABULARY
     largest = next((most for pattern, most in SMALL.items() if re.search(pattern, key)), 256 if value > 256 else value)
     if re.search(NUMBER_OF_LAYERS, key):
@@ -224,15 +227,17 @@ def _value(key: str, value: object, depth: Depth) -> object:
 
 
 class Kinds(NamedTuple):
-    """Numbers of a model's blocks, of their kinds (modules and attributes), and of their structures (modules alone)."""
+    """Counts of a model's blocks, of their kinds (blocks with equal modules and attributes), and of their structures
+    (blocks with equal modules)."""
 
     blocks: int
     kinds: int
     structures: int
 
     def lacks(self, full: "Kinds") -> bool:
-        """Returns True if this small model has fewer kinds than the full one. Attributes are ignored if they differ in
-        every block of the full model, such as a factor that depends on the block's number."""
+        """Returns True if this small model has fewer kinds of blocks than the full model. If attributes distinguish
+        every block of the full model, such as a factor that depends on the block's number, only structures are
+        compared."""
         numbered = full.kinds == full.blocks > self.blocks
         return self.structures < full.structures or (self.kinds < full.kinds and not numbered)
 
@@ -246,7 +251,7 @@ def kinds_of(config: PretrainedConfig) -> Kinds:
 
 
 def all_kinds(architecture: dict) -> str:
-    """Compares the number of kinds of blocks with that of the model of transformers' default values."""
+    """Compares the number of kinds of blocks with that of a model with transformers' default values."""
     model_type = architecture["model_type"]
     small = kinds_of(loading.describe(configured(architecture)).grown)
     try:
@@ -267,7 +272,7 @@ def _composed(*overrides: str) -> Run:
     return cfg.knowing(model={"pretrained": False}, device="cpu", batch_size=BATCH)
 
 
-# Losses of families that refuse the default loss; the cell "full = chunked" shows the refusal.
+# Overrides for families that refuse the default loss; the cell "full = chunked" shows the refusal.
 OWN_LOSS = {"prophetnet": ["loss=full"]}
 
 
@@ -327,18 +332,18 @@ def checkpointed(name: str) -> Callable[[dict], str]:
 
 
 def blocks_are_called(architecture: dict) -> bool:
-    """Returns True if a pass over text calls any of the blocks that lowmem finds. In a model that also reads images or
-    sound, they must therefore be blocks of the text decoder."""
+    """Returns True if a forward pass over text calls any of the blocks that lowmem finds. If not, lowmem has found
+    blocks of another part of the model, such as an image encoder."""
     module, ids = build_module(configured(architecture))
     blocks, called = blocks_of(module.model), set()
     for block in blocks:
         block.register_forward_hook(lambda block, *_: called.add(block))
     module.loss(module.model, MicroBatch(ids[:, :-1], ids[:, 1:]))
-    return bool(called)  # some blocks are enough: others may read only images
+    return bool(called)  # one called block is enough: some blocks may read only images
 
 
 class Windows:
-    """An iterable of two equal accumulation windows with one micro-batch each."""
+    """An iterable of two identical accumulation windows of one micro-batch."""
 
     def __init__(self, ids: Tensor) -> None:
         self.micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:])
@@ -350,7 +355,7 @@ class Windows:
 
 
 def masters(architecture: dict) -> str:
-    """Compares two steps of SGD on master weights with a naive loop that keeps one model in fp32 and one in bf16."""
+    """Compares two steps of SGD on master weights with a naive loop that keeps an fp32 model and a bf16 model."""
     cfg = configured(architecture, "precision=bf16-master", "optim=sgd", "clip=null", "scheduler=constant")
     module, ids = build_module(cfg)
     plugins = list(map(instantiate, cfg.plugins))
@@ -394,13 +399,13 @@ def masters(architecture: dict) -> str:
 
 
 def adapted(architecture: dict) -> str:
-    """Tests LoRA: only its matrices have gradients, PEFT opens its folder with the same layers and logits, and merging
-    keeps the logits and gives weights with the bits of PEFT's merge. If PEFT does not load some tensors, the answer is
-    a refusal, and PEFT's logits and merge are not compared."""
+    """Tests LoRA. Only its matrices may have gradients. PEFT must open the adapter's folder with the same adapted
+    layers and logits. Merging must keep the logits, and give the bits of PEFT's merge. If PEFT does not load some
+    tensors, the answer is a refusal, and PEFT's logits and merge are not compared."""
     module, ids = build_module(configured(architecture, "adapter=lora", "adapter.r=4"))
     network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
     for _, p in trainable(network):
-        torch.nn.init.normal_(p, std=0.05)  # B is zero at the start, and would change nothing
+        torch.nn.init.normal_(p, std=0.05)  # B starts at zero, so the adapter would change nothing
     torch.manual_seed(1)
     module.loss(network, batch).backward()
     having = {name for name, p in network.named_parameters() if p.grad is not None and p.grad.isfinite().all()}
@@ -430,16 +435,16 @@ def adapted(architecture: dict) -> str:
 
 
 def apart(logits: Tensor, right: Tensor) -> float:
-    """Returns the largest error of the logits, relative to the largest logit of `right`. Infinite logits are left
-    out."""
+    """Returns the largest error of the logits, relative to the largest absolute logit of `right`. Positions at which
+    either tensor is not finite are left out."""
     finite = right.isfinite() & logits.isfinite()
     return ((logits - right)[finite].abs().max() / right[finite].abs().max()).item()
 
 
 @torch.no_grad()
 def rounding_of(network: torch.nn.Module, batch: MicroBatch) -> float:
-    """Returns the change of the logits if every weight moves to the next fp32 number, up or down at random. The network
-    keeps these weights."""
+    """Returns the largest relative change of the logits if every weight moves to the adjacent fp32 number, up or down
+    at random. Changes the weights of `network`."""
     right = network(**batch.inputs, use_cache=False).logits
     torch.manual_seed(2)
     for p in network.parameters():
@@ -453,7 +458,8 @@ def layers_with(network: torch.nn.Module) -> set[str]:
 
 
 def quantized(architecture: dict) -> str:
-    """Tests that QLoRA gives the same bits as LoRA on a plain model with the dequantized weights."""
+    """Tests that QLoRA gives the same bits of loss and gradients as LoRA on a plain model with the dequantized
+    weights."""
     found = []
     for plain in (False, True):
         module, ids = build_module(configured(architecture, "adapter=qlora", "adapter.r=4"))
@@ -492,10 +498,11 @@ CELLS = {
 
 
 def family(model_type: str, names: Sequence[str] = tuple(CELLS)) -> dict[str, str]:
-    """Returns {cell: "right", or another kind of answer with the reason}; only the first cell if that is not right.
+    """Returns cell -> "right", or another kind of answer with the reason. If the first cell is not right, the other
+    cells are not run.
 
     Args:
-        names: names of the cells, in the order of CELLS.
+        names: names of the cells to run, in the order of CELLS.
     """
     if model_type in IMPOSSIBLE:
         return {"starts as typed": f"not built: {IMPOSSIBLE[model_type]}"}
@@ -540,7 +547,7 @@ KINDS_OF_ANSWERS = ("right", "estimate", "refused", "wrong", "failed", "not comp
 
 
 def table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns a table with counts and one row per family, and below it the full text of each cell that is not right."""
+    """Returns a table with counts and one row per family, followed by the full text of each cell that is not right."""
     lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
     for kind in KINDS_OF_ANSWERS:
         counts = [Counter(_kind(row.get(cell)) for row in rows.values())[kind] for cell in CELLS]

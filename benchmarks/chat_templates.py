@@ -1,21 +1,22 @@
-"""Compares the learned tokens of conversations with TRL's SFTTrainer: 13 chat templates, 20 conversations.
+"""Compares the tokens that lowmem and TRL's SFTTrainer learn from conversations: 13 chat templates, 20 conversations.
 
 python -m benchmarks.chat_templates          # a minute; needs pip install -e '.[trl]'
-python -m benchmarks.chat_templates Qwen3    # only these templates, printed and not saved
+python -m benchmarks.chat_templates Qwen3    # only this template, printed and not saved
 
-The templates are shipped with TRL, except ChatML, which is lowmem's. `CHAT_TEMPLATES=<folder>` names a folder with
-other files, such as `qwen3.jinja`, which take precedence. For each template, a small BPE with all of its special tokens
-is trained here, so no file of a model is needed. The conversations are in `tests/support/conversations.py`.
+The templates are shipped with TRL, except ChatML, which is lowmem's. Files in the folder `CHAT_TEMPLATES`, such as
+`qwen3.jinja`, take precedence over TRL's. The benchmark trains a small BPE with all special tokens of each template, so
+it needs no tokenizer file of a model. The conversations are in `tests/support/conversations.py`.
 
-A learned token is compared together with all the tokens before it in its row, so the number of rows of a conversation
-does not matter. TRL prepares each conversation in two ways:
+Two learned tokens match only if all tokens before them in their rows match too, so it does not matter how a
+conversation is divided into rows. TRL prepares each conversation in two ways:
 
 - conversation: the full conversation with `assistant_only_loss=True`, for which TRL replaces most templates by its own
-version with generation tags;
-- answers: each answer as the completion of the messages before it, with the model's own template.
+  version with generation tags
+- answers: each answer as the completion of the messages before it, with the model's own template
 
-The benchmark finds the parts of a conversation that a template drops without the training code of either library: it
-replaces each part by another text. The template drops the part if the rendering of every answer is unchanged.
+To find the parts of a conversation that a template drops, the benchmark replaces one part after another by another
+text. A template drops a part if the replacement changes the rendering of no answer. This check uses the training code
+of neither library.
 """
 
 import argparse
@@ -51,14 +52,14 @@ from conversations import CONVERSATIONS
 
 
 class Template(NamedTuple):
-    """A chat template, and the added tokens of the tokenizers that have it, separated by spaces."""
+    """A chat template, with the added tokens of its tokenizers (separated by spaces)."""
 
-    file: str | None  # name without .jinja; None: lowmem's ChatML
+    file: str | None  # file name without .jinja; None: lowmem's ChatML
     special: str  # added tokens that decoding skips
     ordinary: str = ""  # added tokens that decoding does not skip
     bos: str | None = None
     eos: str = "<|im_end|>"
-    strips: bool = False  # the special tokens include the whitespace after them
+    strips: bool = False  # True: the special tokens also match the whitespace after them
 
 
 QWEN = (
@@ -112,11 +113,11 @@ TEMPLATES = {
 }
 
 
-OTHER = '{"other": "words"}'  # JSON, because it also replaces the arguments of calls
+OTHER = '{"other": "words"}'  # replacement text; JSON, because it also replaces arguments of tool calls
 
 
 class Row(NamedTuple):
-    """The tokens of a row, and which of them are learned."""
+    """The token ids of a row, and for each token whether it is learned."""
 
     ids: list[int]
     learned: list[bool]
@@ -140,7 +141,7 @@ def source(template: Template) -> str:
 
 @cache
 def tokenizer(template: Template) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE trained on the conversations and the template, with the template's tokens."""
+    """Returns a byte-level BPE trained on the conversations and the template, with the template's added tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -158,7 +159,7 @@ def tokenizer(template: Template) -> PreTrainedTokenizerFast:
 
 
 def lowmem_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns lowmem's rows of a conversation, or the message that refuses the conversation."""
+    """Returns lowmem's rows of a conversation, or the message with which lowmem refuses the conversation."""
     try:
         (made,) = Chat().encode(tokenizer(template), [conversation])
     except Refused as error:
@@ -170,12 +171,13 @@ def lowmem_rows(template: Template, conversation: dict) -> list[Row] | str:
 
 
 def conversation_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns TRL's row of a full conversation, in which the assistant's text is learned, or the error."""
+    """Returns a list with TRL's row of the full conversation, in which only the assistant's text is learned, or TRL's
+    error."""
     return _prepared(template, [conversation], assistant_only_loss=True)
 
 
 def answer_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns TRL's rows of a conversation's answers, each as the completion of the messages before it, or an error."""
+    """Returns TRL's rows, each with an answer as the completion of the messages before it, or TRL's error."""
     messages = conversation["messages"]
     places = _places(conversation)
     rest = {key: value for key, value in conversation.items() if key != "messages"}
@@ -187,8 +189,8 @@ WAYS = {"conversation": conversation_rows, "answers": answer_rows}
 
 
 def _prepared(template: Template, records: list[dict], **settings: object) -> list[Row] | str:
-    """Returns the rows of SFTTrainer's data set, or the error. Records are passed as a stream, because a table would
-    give all `arguments` the same keys."""
+    """Returns the rows of SFTTrainer's training data, or its error. Records are passed as a stream, because a table
+    would give the `arguments` of all tool calls the same keys."""
     from datasets import IterableDataset
     from trl import SFTConfig, SFTTrainer
 
@@ -208,7 +210,7 @@ def _prepared(template: Template, records: list[dict], **settings: object) -> li
 
 
 class _Today(datetime):
-    """A `datetime` whose `now()` is the date that lowmem passes to templates."""
+    """A `datetime` whose `now()` is midnight of the date that lowmem passes to templates."""
 
     @classmethod
     def now(cls, tz: object = None) -> datetime:
@@ -244,9 +246,10 @@ UNEXPLAINED = "x!?"
 
 
 class Piece(NamedTuple):
-    """Adjacent learned tokens at positions [start, stop) of a row, inside a learned span at [begin, end).
+    """Adjacent tokens that only one library learns: positions [start, stop) of a row, inside the learned span [begin,
+    end).
 
-    number: index of the span among all spans of the rows.
+    number: index of the span in `spans` of this library's rows.
     """
 
     row: Row
@@ -258,7 +261,7 @@ class Piece(NamedTuple):
 
 
 def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
-    """Returns (row, begin, end) of every longest sequence of adjacent learned tokens."""
+    """Returns (row, begin, end) of every maximal run of learned tokens, at positions [begin, end) of the row."""
     found = []
     for row in rows:
         edges = np.flatnonzero(np.diff([False, *row.learned, False]))
@@ -267,7 +270,7 @@ def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
 
 
 def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
-    """Yields the learned tokens of `rows` that `others` do not learn after the same tokens."""
+    """Yields the learned tokens of `rows` that no row of `others` learns after the same tokens."""
     left = Counter(prediction for row in others for prediction in row.predictions())
     alone = set()
     for r, row in enumerate(rows):
@@ -283,15 +286,15 @@ def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
 
 
 class Answer(NamedTuple):
-    """The tokens of an answer: the generation prompt, and the rendering that ends with the answer."""
+    """The tokens of the generation prompt of an answer, and of the rendering that ends with the answer."""
 
     prompt: list[int]
     rendering: list[int]
 
     @property
     def begins(self) -> tuple[int, int]:
-        """Returns the two positions where the answer may begin: the end of the prompt, and the first position at which
-        the rendering differs from the prompt."""
+        """Returns the two positions at which the answer may begin: the end of the prompt, and the first position at
+        which the rendering differs from the prompt (the end of the prompt if none does)."""
         same = zip(self.prompt, self.rendering, strict=False)
         return len(self.prompt), next((i for i, (one, other) in enumerate(same) if one != other), len(self.prompt))
 
@@ -301,11 +304,11 @@ class Answer(NamedTuple):
 
 
 def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
-    """Returns the letter of REASONS for a piece that only TRL learns. Args: rows: lowmem's rows."""
+    """Returns the key of REASONS for a piece that only TRL learns. Args: rows: lowmem's rows."""
     ids, start = piece.row.ids, piece.start
     known = [row for row in rows if row.ids[:start] == ids[:start] and len(row.ids) > start]
     only_ends = not {*ids[start : piece.stop]} - made.added_tokens_decoder.keys()
-    if any(row.learned[start] and row.ids[start] != ids[start] for row in known):  # of_lowmem handles this case
+    if any(row.learned[start] and row.ids[start] != ids[start] for row in known):  # then of_lowmem decides
         return "e" if only_ends else "c"
     if not known or piece[1:3] == piece[3:5]:
         return "c"
@@ -317,7 +320,7 @@ def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: P
 
 
 def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizerFast) -> str:
-    """Returns the letter of REASONS for a piece that only lowmem learns."""
+    """Returns the key of REASONS for a piece that only lowmem learns."""
     ids = piece.row.ids
     answer = ",".join(map(str, ids[piece.begin : piece.end]))
     right = any(
@@ -330,9 +333,9 @@ def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizer
 
 
 class Marked(NamedTuple):
-    """A conversation under one template, compared in both libraries.
+    """The result of comparing both libraries on a conversation with a template.
 
-    marks: letters of REASONS; told: descriptions of refusals and differences.
+    marks: keys of REASONS; told: descriptions of refusals and differences.
     """
 
     marks: str
@@ -340,10 +343,10 @@ class Marked(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A conversation with a template, and the data for comparing both libraries.
+    """A conversation with a template, and the data that a comparison with TRL's rows needs.
 
-    rows: lowmem's rows, or its refusal; lost: paths of the parts that the template drops; answers: all answers, once
-    for each spelling of the conversation's tool calls.
+    rows: lowmem's rows, or the message of its refusal; lost: paths of the parts that the template drops; answers: all
+    answers, once for each spelling of the conversation's tool calls.
     """
 
     template: Template
@@ -371,7 +374,7 @@ class Case(NamedTuple):
         for piece in unmatched(self.rows, theirs):
             kind = of_lowmem(piece, self.answers, made)
             found[f"lowmem alone ({kind}): {_text(piece, made)}"] = kind
-        if failed:  # the pieces that only lowmem learns are then all of its answers, each checked above
+        if failed:  # TRL has no rows, so the loop above has checked every answer of lowmem
             return Marked(marks + "?" * ("?" in found.values()) + "t", [*lost, f"TRL: {failed}"])
         return Marked(marks + "".join(sorted(set(found.values()))) or "=", [*lost, *found])
 
@@ -396,7 +399,7 @@ def _text(piece: Piece, made: PreTrainedTokenizerFast) -> str:
 
 
 def parts(conversation: dict) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yields (path to a part of a conversation that a rendering must contain, replacement text)."""
+    """Yields (path to a part of a conversation, replacement text), for each part that a rendering must contain."""
     for i, message in enumerate(conversation["messages"]):
         for key in ("content", "reasoning_content", "thinking"):
             if message.get(key, "").strip():
@@ -422,7 +425,8 @@ def replaced(conversation: dict, path: tuple[str | int, ...], text: str) -> dict
 
 
 def spellings(conversation: dict) -> list[dict]:
-    """Returns the conversation, and copies with the arguments of its calls as objects and as JSON text."""
+    """Returns the conversation as recorded, and those copies that differ from it: with the arguments of all tool calls
+    as objects, and as JSON text."""
     copies = [deepcopy(conversation) for _ in range(2)]
     for copy, spell in zip(copies, (_as_object, _as_text), strict=True):
         for call in (call for message in copy["messages"] for call in message.get("tool_calls", ())):
@@ -439,8 +443,8 @@ def _as_text(arguments: str | dict) -> str:
 
 
 def left_out(template: Template, conversation: dict) -> list[str]:
-    """Returns the paths of the parts that no answer's rendering contains, in the first spelling that the template
-    renders; [] if the template fails for every spelling."""
+    """Returns the paths of the parts that no answer's rendering contains, in the first spelling for which the template
+    renders all answers; [] if there is no such spelling."""
     for one in spellings(conversation):
         before = _renderings(template, one)
         if all(before):
@@ -450,12 +454,13 @@ def left_out(template: Template, conversation: dict) -> list[str]:
 
 
 def _renderings(template: Template, conversation: dict) -> list[str]:
-    """Returns the rendering of each answer with the messages before it; "" if the template fails."""
+    """Returns for each answer the rendering of all messages up to and including the answer; "" if the template
+    fails."""
     return [_rendered(template, conversation, i + 1) for i in _places(conversation)]
 
 
 def _prompts(template: Template, conversation: dict) -> list[str]:
-    """Returns the generation prompt of each answer; "" if the template fails."""
+    """Returns for each answer its generation prompt; "" if the template fails."""
     return [_rendered(template, conversation, i, add_generation_prompt=True) for i in _places(conversation)]
 
 
@@ -477,7 +482,7 @@ def _rendered(template: Template, conversation: dict, count: int, **how: bool) -
 
 
 def case_of(template: Template, conversation: dict) -> Case:
-    """Encodes a conversation with lowmem, and renders its answers with transformers."""
+    """Encodes a conversation with lowmem, and its answers with transformers' `apply_chat_template`."""
     made, answers = tokenizer(template), []
     for one in spellings(conversation):
         for texts in zip(_prompts(template, one), _renderings(template, one), strict=True):
@@ -487,8 +492,8 @@ def case_of(template: Template, conversation: dict) -> Case:
 
 
 def measured(template: Template) -> dict[str, dict[str, Marked]]:
-    """Returns {conversation: {way of TRL's preparation: the comparison}}. If TRL does better with another spelling of
-    the tool calls, the comparison uses that spelling and is marked "j"."""
+    """Returns title of a conversation -> key of WAYS -> comparison. If TRL fails or differs in the recorded spelling of
+    the tool calls but not in another spelling, the comparison uses the other spelling and is marked "j"."""
     results = {}
     for title, conversation in CONVERSATIONS.items():
         case, results[title] = case_of(template, conversation), {}
@@ -501,7 +506,8 @@ def measured(template: Template) -> dict[str, dict[str, Marked]]:
 
 
 def table(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> str:
-    """Returns the marks of every template and conversation, what the marks mean, and every refusal."""
+    """Returns Markdown: a table of the marks by conversation and template, the meanings of the marks, and all
+    refusals."""
     titles = next(iter(results.values()))
     lines = [
         "Each cell has two marks: TRL with `assistant_only_loss=True`, and TRL with each answer as a completion.",
@@ -521,7 +527,7 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> str:
 
 
 def _refusals(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> Iterator[str]:
-    """Yields a line for each refusal message, with the number of refused conversations by template."""
+    """Yields a heading, and a line for each refusal message with the number of refused conversations by template."""
     refused: dict[str, Counter] = defaultdict(Counter)
     for name, of_one in results.items():
         for ways in of_one.values():

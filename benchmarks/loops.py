@@ -1,11 +1,12 @@
-"""Runs one training in four loops: lowmem as shipped, a hand-written one, plain Lightning, transformers.Trainer.
+"""Runs one training in one of four loops: lowmem as shipped, a hand-written loop, plain Lightning,
+transformers.Trainer.
 
     python -m benchmarks.loops <loop> <recipe> <model>
 
-Weights, accumulation windows, optimizer, schedule, clipping and precision are equal, and lowmem builds all of them;
-only the loop differs. Each loop prints the seconds and the loss of each step, the speed over the steps after the third,
-and the peak of live tensors. The other loops count live tensors in the third step; lowmem's meter counts them in its
-sampled steps. `benchmarks.card` runs the other loops on a card, with its own models.
+All loops have the same weights, accumulation windows, optimizer and schedule, which lowmem builds, and the same
+precision and clipping. A loop prints the seconds and the loss of its steps, the speed over the timed steps, and the
+peak bytes of live tensors: lowmem's meter counts them in its sampled steps, the other loops in the third step.
+`benchmarks.card` runs the other loops on a card, with its own models.
 """
 
 import json
@@ -24,15 +25,15 @@ from benchmarks.runner import run_train
 from benchmarks.turns import Turns
 from lowmem.system.without_gc import undisturbed
 
-# Twenty steps are timed: all after the warm-up, except the last. In one of them the meter tracks memory by category, as
-# in every 20th step of a long run.
+# Twenty steps are timed: all after the warm-up, except the last. In one of the timed steps the meter tracks memory by
+# category, as in every 20th step of a long run.
 STEPS, WARM_UP = 24, 3
 MODELS = {
     # 13.9M parameters
     "13.9M": {"vocab_size": 8192, "n_positions": 256, "n_embd": 384, "n_layer": 6, "n_head": 6, "T": 256},
-    # the default of train.py
+    # train.py's default model
     "tiny": {"vocab_size": 4096, "n_positions": 256, "n_embd": 192, "n_layer": 4, "n_head": 4, "T": 128},
-    # small, to test that a loop runs
+    # for tests that a loop runs
     "thin": {"vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "T": 16},
 }
 BATCH_SIZE = 8  # sequences per optimizer step
@@ -50,7 +51,7 @@ RECIPES = {
 
 
 def shape(model: str, steps: int = STEPS) -> list[str]:
-    """Returns the overrides for one of MODELS and a short run; everything else is as shipped."""
+    """Returns the overrides for one of MODELS and a short run. All other settings have their defaults."""
     sizes = dict(MODELS[model])
     seq_len = sizes.pop("T")
     return [
@@ -64,7 +65,8 @@ def shape(model: str, steps: int = STEPS) -> list[str]:
 
 
 def lowmem(recipe: str, model: str, metered: bool = True) -> dict:
-    """Runs train.py as shipped, with meter, metrics, W&B (offline), plan and checkpoint."""
+    """Runs train.py as shipped, with memory meter, metrics, W&B (offline), plan and checkpoint. Args: metered: False
+    replaces the meter by one that measures nothing."""
     from lowmem.training import watchers
 
     if not metered:
@@ -100,7 +102,7 @@ def speed(turns: Turns, model: str) -> dict:
 
 
 def silent_meter() -> type:
-    """Returns the class of a meter that measures nothing. A run with it shows the cost of the meter."""
+    """Returns a MemoryMeter class whose hooks do nothing. A run with it shows the cost of the meter."""
     from lightning.pytorch import Callback
 
     from lowmem.memory.meter import MemoryMeter
@@ -116,7 +118,7 @@ class Materials(NamedTuple):
     """The model, the data and the optimizer of a loop, as lowmem builds them."""
 
     network: torch.nn.Module
-    windows: list  # one per optimizer step: a list of micro-batches, each with input_ids and labels (B, T)
+    windows: list  # for each optimizer step, a list of micro-batches, each with input_ids and labels (B, T)
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     bf16: bool  # autocast
@@ -131,13 +133,13 @@ class Materials(NamedTuple):
 
 
 class Watches(Protocol):
-    """The interface of objects that observe the steps of a loop."""
+    """Observes the steps of a loop."""
 
     def begin(self) -> None:
         """Called before each optimizer step."""
 
     def add(self, loss: torch.Tensor) -> None:
-        """Called with the loss of each micro-batch, already divided by the number of micro-batches."""
+        """Called with the loss of each micro-batch, divided by the number of micro-batches of a step."""
 
     def end(self) -> None:
         """Called after each optimizer step."""
@@ -145,7 +147,7 @@ class Watches(Protocol):
 
 def materials(lines: Sequence[str], steps: int) -> Materials:
     """Builds the model, the data and the optimizer. Args: lines: overrides of train.py; steps: number of optimizer
-    steps for which to read data."""
+    steps, for which data is read."""
     from lightning.pytorch import seed_everything
 
     from lowmem.config.settle import run_of
@@ -180,7 +182,7 @@ def loss_of(network: torch.nn.Module, batch: NamedTuple) -> torch.Tensor:
 
 
 class Watch:
-    """Records the time and the loss of every step, and the live tensors of the last step of the warm-up."""
+    """Records the time and the loss of every step, and the peak bytes of live tensors in the last warm-up step."""
 
     def __init__(self, of_loop: Materials, model: str) -> None:
         self.materials, self.model = of_loop, model
@@ -189,7 +191,7 @@ class Watch:
         self.tracker, self.peak_bytes = None, 0
 
     def add(self, loss: torch.Tensor) -> None:
-        """Adds a micro-batch's loss, already divided by the number of micro-batches."""
+        """Adds a micro-batch's loss, divided by the number of micro-batches of a step."""
         self.losses[-1] = self.losses[-1] + loss.detach()
 
     def begin(self) -> None:
@@ -249,9 +251,9 @@ def plain(loop: Materials, watch: Watches) -> None:
 
 
 def lightning(loop: Materials, watch: Watches) -> None:
-    """Trains with Lightning, with every optional feature off.
+    """Trains with Lightning, without logger, checkpoints, progress bar and model summary.
 
-    Gradients are clipped by hand, because Lightning refuses to clip for a fused optimizer.
+    A hook clips gradients, because Lightning with mixed precision refuses to clip for a fused optimizer.
     """
     from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -333,8 +335,7 @@ def adding_losses(trainer: type, watch: Watches) -> type:
 
 
 def trainer_arguments(loop: Materials) -> dict[str, object]:
-    """Returns the arguments with which transformers.Trainer, or a trainer derived from it, trains like the other
-    loops."""
+    """Returns the arguments with which transformers.Trainer, or a subclass of it, trains like the other loops."""
     return {
         "output_dir": tempfile.gettempdir(),  # nothing is saved
         "per_device_train_batch_size": len(loop.windows[0][0].input_ids),
@@ -352,7 +353,8 @@ def trainer_arguments(loop: Materials) -> dict[str, object]:
 
 
 def trainer_parts(loop: Materials, watch: Watches) -> dict[str, object]:
-    """Returns the optimizer with its schedule, and a callback that notifies a watch when a step begins and ends."""
+    """Returns arguments of a `Trainer`: the optimizer with its schedule, and a callback that tells a watch when a step
+    begins and ends."""
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
@@ -378,8 +380,9 @@ def other(loop: Callable[[Materials, Watches], None], recipe: str, model: str) -
 
 
 def same_products(bf16: bool, device: str = "cpu") -> AbstractContextManager:
-    """Context manager in which the other loops compute 16-bit matmuls in fp32 where lowmem does so: on a CPU without
-    16-bit instructions. There, 16-bit matmuls would take ten times as long and round differently."""
+    """Returns a context manager in which the other loops compute 16-bit matmuls in fp32 wherever lowmem does: on a CPU
+    without 16-bit instructions. On such a CPU, 16-bit matmuls would take ten times as long as fp32 matmuls, and round
+    differently from lowmem's."""
     from lowmem.techniques.precision.cpu_products import widened
 
     return widened(torch.bfloat16 if bf16 else torch.float32, device)

@@ -2,12 +2,13 @@
 
 python -m benchmarks.published           # about a minute on one core; nothing is downloaded or allocated
 
-The figures were chosen before any prediction was computed. All are full training of a causal model on one card, in
-eager mode (torch.compile decides itself which tensors it keeps), with exact lengths (packed, or cut from one stream);
-every setting was read in the project's own source. The planner traces the models as their projects define them
-(`published_models.py`, or transformers' class where the peak is at the loss), with the losses below. Memory that a
-trace does not show is added to the prediction, and the row says why. One setting, the dtype of litgpt's logits, was
-read again after the initial prediction had missed the figure by 5.3 %.
+The figures were chosen before any prediction was computed. Every run trains all weights of a causal language model on
+one card, with sequences of exactly the given length (packed, or cut from one stream). The runs are eager, because
+torch.compile itself decides which tensors it keeps. The settings were read in the projects' own sources. The planner
+traces the models as their projects define them (`published_models.py`, or transformers' class if the peak is at the
+loss), with the losses below. If a figure includes memory that a trace does not show, this memory is added to the
+prediction, and the row says why. One setting, the dtype of litgpt's logits, was read again after the initial prediction
+had missed the figure by 5.3 %.
 """
 
 import json
@@ -33,7 +34,7 @@ from lowmem.techniques.precision.contract import BasePrecision
 class PureBFloat16(BasePrecision):
     """Stores weights, gradients and optimizer state in bf16.
 
-    lowmem has no such precision: its own precisions keep the optimizer state in fp32 (docs/masters.md).
+    lowmem has no such precision: with AdamW, its own precisions keep the optimizer state in fp32.
     """
 
     dtype, weights_dtype = torch.bfloat16, None
@@ -43,27 +44,28 @@ class PureBFloat16(BasePrecision):
 
 
 def narrow(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Returns the cross entropy of the 16-bit logits, without converting them to fp32."""
+    """Returns the summed cross entropy, computed from 16-bit logits."""
     logits = model(**batch.inputs, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
 
 
 def narrow_held(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Returns the loss of `narrow`, and keeps the logits until the next micro-batch, like a variable of a training
-    loop."""
+    """Returns the loss of `narrow`. The model keeps the logits until the next micro-batch, like a variable of a
+    training loop."""
     logits = model(**batch.inputs, use_cache=False).logits
     model.held = logits.detach()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
 
 
 def sliced(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Returns the cross entropy in fp32, over all positions of the logits except the last."""
+    """Returns the summed cross entropy in fp32, over all positions except the last."""
     logits = model(**batch.inputs, use_cache=False).logits[:, :-1].float()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="sum")
 
 
 def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Converts the logits to fp32, copies all positions except the last, and passes them to the loss as (B, V, T).
+    """Returns the summed cross entropy. Converts the logits to fp32, copies all positions except the last, and passes
+    the copy to the loss as (B, V, T).
 
     A variable of the training loop keeps this copy during the backward pass.
     """
@@ -83,7 +85,7 @@ class Published:
 
     name: str
     figure: float
-    unit: str  # GB: 10 ** 9 bytes; GiB: 2 ** 30; the divisor in the project's source, even if the label differs
+    unit: str  # GB: 10**9 bytes, GiB: 2**30 bytes; as computed in the project's source, whatever its label says
     measure: str  # counter of torch's allocator whose peak was published: allocated, active or reserved bytes
     card: str
     url: str
@@ -169,7 +171,7 @@ TUNE_3B_LAYERS = (
 )
 OWN_LAYERS = "LayerNorm and GELU in elementary operations"
 CHECKPOINTED = "gradient_checkpointing=every_layer"
-TINY_STORIES = 1_150_000_000  # bytes: 2.2 GB of text, nearly 4 bytes per token, 2 bytes per token id; within 5 %
+TINY_STORIES = 1_150_000_000  # bytes: 2.2 GB of text, nearly 4 bytes of text per token, 2 bytes per token id; +- 5 %
 
 
 def book(step: str, figure: float, differs: str, *more: str, **keys: object) -> Published:
@@ -296,7 +298,8 @@ ALL = (
 
 
 def predicted(figure: Published) -> int:
-    """Returns the predicted peak in bytes: of live tensors, or of the allocator's reservation if that was published."""
+    """Returns the predicted peak in bytes: of reserved memory if `figure.measure` is "reserved", otherwise of live
+    tensors."""
     prediction = predict(resolved(run_of(figure.overrides), on_card=True), Target(on_card=True))
     if prediction.estimate:
         raise SystemExit(f"{figure.name}: {prediction.estimate}")

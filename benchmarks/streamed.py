@@ -2,13 +2,12 @@
 
 python -m benchmarks.streamed --part 8b        # trains Llama-3.1-8B from random weights: 20 minutes, 21 GiB of memory
 python -m benchmarks.streamed --part reach     # predicts device and host bytes from shapes: no memory, some minutes
-python -m benchmarks.streamed --part cpu       # compared with resident weights, idle machine: 10 minutes, 6 GiB
+python -m benchmarks.streamed --part cpu       # compares with resident weights, on an idle machine: 10 minutes, 6 GiB
 python -m benchmarks.streamed --part window    # like cpu, with windows of 8 micro-batches: 10 minutes, 6 GiB
-python -m benchmarks.streamed --part link      # copied bytes, compared with the formula: seconds
+python -m benchmarks.streamed --part link      # compares copied bytes with the formula: seconds
 python -m benchmarks.streamed --part picture   # draws docs/streamed-step.png: a minute
 
-Without --part all parts run, one after the other. Each part keeps the results of the other parts in
-results/streamed.json.
+Without --part all parts run, one after the other. A part replaces only its own results in results/streamed.json.
 """
 
 import argparse
@@ -37,8 +36,8 @@ STREAMED = "weights=streamed"
 
 @contextmanager
 def running(lines: Sequence[str]) -> Iterator["Training"]:  # noqa: F821
-    """Trains as train.py does, but without checkpoints and an export, which take 16 GB each for 8B parameters. Yields
-    the finished training."""
+    """Trains as train.py does, but writes neither checkpoints nor an export, which take 16 GB each for 8B parameters.
+    Yields the finished training."""
     from lowmem.config.check import check
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
@@ -67,7 +66,8 @@ ENDED = 0.5 * GIB  # available host memory below which the run is killed, before
 
 
 class Progress:
-    """Prints messages of a long run to stderr, each with the run's time and resident memory."""
+    """Prints messages of a long run to stderr, each with the seconds since the start and the process's resident
+    memory."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -78,7 +78,8 @@ class Progress:
 
 
 def recording(tell: Progress) -> type:
-    """Returns a subclass of `watchers.Stop` that prints a run's progress and records its steps for `figures_of`."""
+    """Returns a subclass of `watchers.Stop` that prints a run's progress, and records losses and times of steps for
+    `figures_of`."""
     from lowmem.training import watchers
 
     class Recording(watchers.Stop):
@@ -104,7 +105,7 @@ def recording(tell: Progress) -> type:
 
 
 def figures_of(run: "Training") -> dict:  # noqa: F821
-    """Returns the losses, the seconds and the memory of a run whose `Stop` is made by `recording`."""
+    """Returns the losses, seconds per step and memory of a run whose `Stop` class is made by `recording`."""
     stop, meter = run.watchers.stop, run.watchers.meter
     return {
         "parameters": sum(p.numel() for p in run.module.parameters()),
@@ -132,10 +133,11 @@ def eight(more: Sequence[str] = ()) -> dict:
 
 
 def watched(arguments: Sequence[str]) -> dict:
-    """Runs a row in a separate process and adds its peak resident memory to the result.
+    """Runs a row in a separate process. Adds its peak resident memory, and the least available memory of the machine,
+    to the result.
 
     Raises:
-        SystemExit: the row failed, or was killed before the machine ran out of memory.
+        SystemExit: the row failed, or was killed because less than ENDED bytes of memory were available.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "stdout"
@@ -157,7 +159,7 @@ def watched(arguments: Sequence[str]) -> dict:
 def _resident(process: psutil.Process) -> int:
     try:
         return process.memory_info().rss
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return 0
 
 
@@ -190,7 +192,7 @@ def _size(batch_size: int, seq_len: int) -> list[str]:
     return [f"batch_size={batch_size}", f"seq_len={seq_len}"]
 
 
-# name -> (overrides, limit of the device in GiB, limits of the host: bytes per parameter, and GiB in addition)
+# name -> (overrides, device limit in GiB, bytes per parameter of the host limit, GiB that are added to the host limit)
 REACH = {
     "GPT-2 XL, 4 x 1024, bf16-master, adamw8bit": ([*XL, *MASTERS, *_size(4, 1024)], 1.1, 6.03, 2),
     "Llama-3.1-8B, 1 x 2048, the same": ([*LLAMA, *MASTERS, *_size(1, 2048)], 2.8, 6.03, 4),
@@ -208,7 +210,7 @@ def by_shape(name: str, weights: str) -> dict:
     from lowmem.plan.job import resolved
     from lowmem.plan.prediction import predict
 
-    typed = [line for line in REACH[name][0] if line != STREAMED]  # the fourth row has it already
+    typed = [line for line in REACH[name][0] if line != STREAMED]  # the fourth row contains it already
     prediction = predict(resolved(run_of([*typed, weights, *BY_SHAPE]), on_card=True), Target(on_card=True))
     return {
         "parameters": prediction.parameters,
@@ -263,7 +265,7 @@ PHASES = ("forward", "backward", "step")
 
 
 def in_turn(weights: str, more: Sequence[str] = ()) -> dict:
-    """Runs one of the alternating loops."""
+    """Trains a run that alternates steps with the other runs of its part, and returns its figures."""
     from lowmem.training import watchers
 
     mine = turns.Turns()
@@ -362,15 +364,16 @@ WINDOWS = (1, 4)  # micro-batches per accumulation window
 
 
 def counted(micro_batches: int) -> dict:
-    """Returns the bytes that are copied in each direction in the last of three accumulation windows."""
+    """Returns the bytes that the last of three accumulation windows copies in each direction, and the sizes in the
+    formula."""
     from lowmem.offload import master_weights
     from lowmem.offload.copy_lanes import AtOnceLane
     from lowmem.offload.link import StagedLink
     from lowmem.training import watchers
 
     class Counting(AtOnceLane):
-        """Counts the bytes of copies; `staged` has the addresses of host memory for gradients and for weights outside
-        of blocks."""
+        """Counts the bytes of copies. `staged` has the addresses of the host memory of gradients, and of weights
+        outside of blocks."""
 
         def __init__(self) -> None:
             self.staged, self.bytes = set(), {"blocks": 0, "down": 0, "others": 0}
@@ -439,8 +442,8 @@ DEEP += ["loss.columns=512", "batch_size=2", "max_steps=3", *QUIET]
 
 
 def step_of(weights: str) -> dict:
-    """Trains a small model. Returns its parameters and `points`: [phase, bytes of each category] at the allocations and
-    releases of the last sampled step."""
+    """Trains a small model. Returns its number of parameters and `points`: [phase, bytes of each category] at the
+    allocations and releases of the last sampled step."""
     from lowmem.system.units import CATEGORIES
 
     with running([*DEEP, weights, "+trainer.limit_val_batches=0"]) as run:

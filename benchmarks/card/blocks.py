@@ -1,11 +1,11 @@
-"""Times blocks of optimizer steps as in a user's run: the device is not synchronized between the steps of a block.
+"""Times blocks of optimizer steps. As in a user's run, the device is not synchronized between the steps of a block.
 
-A loop calls `begin` before each step and `end` after it. The device is synchronized once before the first timed step
-and once after the last one. A clock that synchronizes at every step would make a loop that never waits for the device
-as slow as one that always does.
+A loop calls `begin` before each step and `end` after it. The device is synchronized before the first timed step and
+after the last one. Synchronizing at every step would make a loop that never waits for the device as slow as a loop that
+always does.
 
-`in_turns` runs loops one after the other in one process, in the order A B B A, so that a card that slows down as it
-warms up does not favour a loop. Each block records the card's clock, temperature and power at its end.
+`in_turns` runs loops one after the other in one process, in the order A B B A. So no loop has an advantage if the card
+slows down as it warms up. Each block records the card's clock rate, temperature and power at its end.
 """
 
 import time
@@ -19,8 +19,8 @@ from benchmarks.card.case import Here
 from lowmem.model.trainable import packed
 
 WARM_UP = 3  # untimed steps before each timed block of steps
-# Dense bf16 TFLOPS of data sheets, the denominator of model FLOPs utilization (MFU). Keys are parts of the card's name;
-# the first match applies.
+# Part of a card's name -> dense bf16 TFLOPS of its data sheet, the denominator of model FLOPs utilization (MFU). The
+# first match applies.
 PEAK = {
     "H200": 989.4,
     "H100 PCIe": 756.5,
@@ -38,8 +38,8 @@ class Blocks:
     """Times one block.
 
     Args:
-        steps: timed optimizer steps.
-        warm_up: untimed steps before them. `all_steps` is the sum of both.
+        steps: number of timed optimizer steps.
+        warm_up: number of untimed steps before the timed steps.
     """
 
     def __init__(self, here: Here, steps: int, warm_up: int = WARM_UP) -> None:
@@ -60,7 +60,7 @@ class Blocks:
         self._losses.append(torch.zeros((), device=self.here.device))
 
     def add(self, loss: Tensor) -> None:
-        """Adds a micro-batch's share of the step's mean loss. The loss stays on the device until `losses` reads it."""
+        """Adds a micro-batch's share of the step's mean loss. The sum stays on the device until `losses` reads it."""
         self._losses[-1] = self._losses[-1] + loss.detach()
 
     def end(self) -> None:
@@ -74,14 +74,16 @@ class Blocks:
         return [float(loss) for loss in self._losses]
 
     def as_dict(self) -> dict:
-        """Returns the block's steps, seconds and sensors. Raises: SystemExit: the loop ended before the block did."""
+        """Returns the block's timed steps, their seconds and the sensors. Raises: SystemExit: the loop made fewer than
+        all steps."""
         if self.seconds is None:
             raise SystemExit(f"The loop made {self.ended} of {self.all_steps} steps.")
         return {"steps": self.steps, "seconds": self.seconds, **self.sensors}
 
 
 def _sensors() -> dict[str, float | None]:
-    """Returns the card's clock in MHz, its temperature in degrees Celsius and its power in watts; None without NVML."""
+    """Returns the card's clock rate in MHz, temperature in degrees Celsius and power in watts; None for a value that
+    cannot be read, for example without NVML."""
     found: dict[str, float | None] = {"mhz": None, "celsius": None, "watts": None}
     with suppress(Exception):  # missing sensors must not stop the measurement
         found |= {"mhz": torch.cuda.clock_rate(), "celsius": torch.cuda.temperature()}
@@ -90,10 +92,11 @@ def _sensors() -> dict[str, float | None]:
 
 
 def in_turns(loops: Mapping[str, Callable[[], dict]], here: Here) -> Iterator[tuple[str, dict]]:
-    """Runs loops in the order A B C C B A. Yields (name, row) in the order C B A; a row has the blocks of both runs.
+    """Runs loops in the order A B C C B A. Yields (name, row) in the order C B A; a row has the blocks of the loop's
+    two runs.
 
     Args:
-        loops: name -> a function that runs the loop once and returns its row, with one block in `blocks`.
+        loops: name -> function that runs the loop once and returns a row with one block in `blocks`.
     """
     first: dict[str, dict] = {}
     for name in [*loops, *reversed(loops)]:
@@ -106,7 +109,8 @@ def in_turns(loops: Mapping[str, Callable[[], dict]], here: Here) -> Iterator[tu
 
 
 def attempt(run: Callable[[], dict]) -> dict:
-    """Returns a loop's row, or a row with the error as `why`, so that the other loops are still measured."""
+    """Runs a loop and returns its row. After an error other than `LeftOut`, the row has no blocks and the error as
+    `why`, so that the other loops are still measured."""
     from benchmarks.card.case import LeftOut
 
     try:
@@ -135,15 +139,16 @@ def seconds_per_step(row: Mapping) -> float | None:
 
 
 def flops_per_token(network: nn.Module, seq_len: int) -> float:
-    """Returns the floating-point operations that training needs per token: 6 N + 12 L d T, as in appendix B of the
-    PaLM paper (https://arxiv.org/abs/2204.02311). Frozen weights have no gradient, so they count 4 times, not 6.
+    """Returns the floating-point operations that training needs per token: 6 N + 12 L d T, as in appendix B of the PaLM
+    paper (https://arxiv.org/abs/2204.02311). The factor is 4 instead of 6 for frozen weights, because they have no
+    gradient.
 
-    N leaves out an input embedding that is not also the output layer. Recomputation does not count, so a recipe that
-    checkpoints activations has a lower MFU.
+    N does not include an input embedding that is not also the output layer. Recomputation is not included, so
+    activation checkpointing lowers the MFU.
     """
     config, embedding = network.config.get_text_config(decoder=True), network.get_input_embeddings()
     is_tied = network.get_output_embeddings().weight is embedding.weight
-    multiplied = [p for p in network.parameters() if is_tied or p is not embedding.weight]  # tied weights once
+    multiplied = [p for p in network.parameters() if is_tied or p is not embedding.weight]  # has tied weights once
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     of_weights = sum((6.0 if p.requires_grad else 4.0) * p.numel() for p in multiplied)

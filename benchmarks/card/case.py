@@ -1,8 +1,8 @@
 """Runs one case of `python -m benchmarks.card` in a separate process, with a time limit.
 
 A case is a function in a module of this package. It takes a `Here` and yields rows: dictionaries from which `page.py`
-makes the lines of its tables. Every row is written as soon as it has been measured, so a case that fails or is stopped
-keeps its earlier rows.
+makes the rows of its tables. Each row is written as soon as it is measured, so a case that fails or is stopped keeps
+its earlier rows.
 
 python -m benchmarks.card.case <module:function> <device> <folder>
 """
@@ -26,10 +26,10 @@ from lowmem.report.summary import write
 from lowmem.system.folder_locks import lock
 from lowmem.system.without_gc import undisturbed
 
-SCRATCH = ROOT / ".cache" / "card"  # on the project's disk, because checkpoints are written and /tmp may be memory
+SCRATCH = ROOT / ".cache" / "card"  # in the checkout, because cases write checkpoints and /tmp may be in memory
 RESULT = "result.json"
-LINES, CHARACTERS = 12, 2000  # limits of the recorded last output
-# Environment variables of the user that would change what is measured.
+LINES, CHARACTERS = 12, 2000  # largest size of the end of a failed case's output that is recorded
+# Environment variables that would change the measurement. A case's process does not inherit them.
 NOT_OURS = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_CUDA_SANITIZER"),
@@ -37,7 +37,7 @@ NOT_OURS = (
 
 
 class LeftOut(Exception):
-    """Raised with the reason when a case cannot be measured on this machine."""
+    """Raised by a case that cannot be measured on this machine. The message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class Case:
     """Describes a case.
 
     Args:
-        name: for the command line and the page.
-        seconds: how long its process takes on an H100, measured or estimated. The time limit is a multiple of it.
+        name: the name on the command line and in the page.
+        seconds: measured or estimated seconds of its process on an H100. The time limit is a multiple of them.
         run: "module:function", which takes a `Here` and yields rows.
-        environment: environment variables of its process on a card, for settings that torch reads once per process.
+        environment: additional environment variables of its process on a card, for settings that torch reads once per
+            process.
     """
 
     name: str
@@ -76,13 +77,13 @@ class Here:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Frees device memory and pinned host memory that torch caches in this process, for the next run."""
+        """Frees the device memory and the pinned host memory that torch caches in this process."""
         import torch
 
         gc.collect()
         if self.on_card:
             torch.cuda.empty_cache()
-            with suppress(AttributeError):  # torch has no public function for it
+            with suppress(AttributeError):  # a private function, because torch has no public one
                 torch._C._host_emptyCache()
 
     def gib(self) -> float:
@@ -117,9 +118,10 @@ def main() -> None:
 
 
 def described(device: str) -> dict | None:
-    """Returns the card, its driver and the versions of packages, or None if there is no CUDA device.
+    """Returns the machine, the card, its driver and the versions of packages; None if `device` is cuda and torch finds
+    no CUDA device.
 
-    A separate process asks CUDA, so that the process that starts the cases uses no memory of the card.
+    A separate process initializes CUDA, so that the process that starts the cases takes no memory of the card.
     """
     code = f"import json; from benchmarks.card import case; print(json.dumps(case.here_is({device!r})))"
     done = subprocess.run(
@@ -131,7 +133,7 @@ def described(device: str) -> dict | None:
 
 
 def here_is(device: str) -> dict | None:
-    """Returns the result of `described`; called in the separate process."""
+    """Computes the result of `described`, in its separate process."""
     import torch
 
     from benchmarks.runner import machine
@@ -165,7 +167,7 @@ def run(case: Case, device: str, limit: float) -> dict:
         said = Path(folder) / "said"
         command = [sys.executable, "-m", "benchmarks.card.case", case.run, device, folder]
         with said.open("w") as output:
-            # in its own process group, so that its child processes end with it
+            # in its own process group, so that os.killpg below also ends the case's child processes
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -193,7 +195,7 @@ def run(case: Case, device: str, limit: float) -> dict:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """Yields False if another process runs cases in this checkout: two at once would slow each other down."""
+    """Yields False if another process runs cases in this checkout, because two processes would slow each other down."""
     SCRATCH.mkdir(parents=True, exist_ok=True)
     handle = os.open(SCRATCH, os.O_RDONLY)
     try:
@@ -210,7 +212,7 @@ def _read(file: Path) -> dict:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Returns the environment of a case: this checkout, offline, with one visible card and without `NOT_OURS`."""
+    """Returns the environment of a case: imports from this checkout, offline, one visible card, without `NOT_OURS`."""
     paths = [str(ROOT / part) for part in ("src", "tests/support", "tests")] + [os.environ.get("PYTHONPATH", "")]
     ours = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -226,7 +228,7 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    # imported by its full name, as the cases do: otherwise there would be two classes LeftOut
+    # import this module by its full name, as the cases do: otherwise there would be two LeftOut classes
     from benchmarks.card import case
 
     case.main()

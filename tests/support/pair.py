@@ -1,7 +1,8 @@
-"""Processes over gloo that stay alive between tests and train one case after another, for comparison with one process.
+"""Processes that communicate over gloo, stay alive between tests, and train one case after another. Tests compare the
+results with those of one process.
 
-A case is plain data. Each rank trains the case with the real module and the real trainer, and returns gradients, losses
-and weights. `alone` trains the rows of all ranks in this process.
+A case can be pickled. Each rank trains it with lowmem's module and Lightning's trainer, and returns gradients, losses
+and weights. `alone` trains the rows of all ranks in the calling process.
 """
 
 import os
@@ -39,7 +40,7 @@ LIMIT = 60  # time limit of a case, in seconds
 IMPORTS = 300  # time limit for the start of a process on a busy machine, in seconds
 AFTER = 5  # time limit for the answers of the other ranks after one rank has failed, in seconds
 
-# Two blocks, and heads that two ranks can share.
+# Two blocks and two key-value heads, so that two ranks can divide the blocks or the heads.
 BASE = (
     *parity.BASE,
     "model.architecture.num_hidden_layers=2",
@@ -50,25 +51,25 @@ BASE = (
     "plan=off",
 )
 EXACT = (in_float64.LINE, "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3")
-DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # off: each rank draws different masks
+DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # 0: ranks would draw different masks
 PLAIN = ("optim=sgd", "optim.weight_decay=0.1", "lr=1e-1")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training.
+    """A training that can run on several ranks or in one process.
 
     Args:
         lines: overrides in addition to BASE, including the strategy.
-        together: rows of a micro-batch, summed over all ranks.
+        together: rows of a micro-batch on all data ranks together.
         network: the model's name in `streams.MODELS`; None: the model of BASE.
         from_data: True if rows come from `cfg.data`; False: from `parity.rows_for`.
-        overflow: (window, rank, where) of a gradient that is not finite; where: "loss", or one "element" of the rank's
-            shard.
-        wrong: name of a wrong variant in WRONG.
-        apart: True if `alone` trains each rank's rows as a separate micro-batch, for losses that are not sums over
+        overflow: (window, rank, where): gradients of this window on this rank are not finite. where: "loss" multiplies
+            the loss by 1e30; "element" sets one element of the rank's gradients to infinity. None: no overflow.
+        wrong: name in WRONG of a deliberate mistake; None: no mistake.
+        apart: True makes `alone` train each rank's rows as a separate micro-batch, for losses that are not sums over
             rows.
-        counted: True to count collectives.
+        counted: True counts the collectives of each window.
     """
 
     lines: tuple[str, ...] = ()
@@ -88,7 +89,7 @@ class Fitted:
     Args:
         lines: overrides.
         folder: run folder.
-        drawn_anew: True is wrong on purpose: a resumed run does not restore random states.
+        drawn_anew: True is a deliberate mistake: a resumed run does not restore random states.
     """
 
     lines: tuple[str, ...]
@@ -97,7 +98,8 @@ class Fitted:
 
 
 class Failed(Exception):
-    """Raised with the traceback of a rank, or with a message that a rank did not answer."""
+    """Raised if a rank failed. The message is its traceback, or says that it did not start, is gone or did not
+    answer."""
 
 
 class Ranks:
@@ -117,7 +119,7 @@ class Ranks:
 
         Raises:
             Refused: all ranks refused the case.
-            Failed: a rank failed; the message names the rank and the error.
+            Failed: at least one rank failed; the message names the ranks and their errors. All processes are killed.
         """
         if not self.processes:
             self._start()
@@ -185,8 +187,8 @@ def live(calls, rank: int, size: int) -> None:
 
 
 def _lines(case: Case, *more: str) -> tuple[str, ...]:
-    """Returns the overrides of a case, one per key: the last line of a key applies, at the place of the key's first
-    line."""
+    """Returns the overrides of a case, one per key. If a key has several lines, its last line takes the place of its
+    first."""
     typed = (*(BASE if case.network is None else parity.BASE), *case.lines, *more)
     last = {line.split("=")[0]: line for line in typed}
     return tuple(last.values())
@@ -266,8 +268,8 @@ def built(case: Case, cfg, ranks):
 
 
 class Seen(Callback):
-    """Records the unscaled gradients and the loss of each step, the final weights, bytes in memory, and, if the case
-    asks for it, the collectives of each window."""
+    """Records the gradients (clipped, and divided by the loss scale) and the loss of each step, the final weights, the
+    bytes in memory, and the collectives of each window if `case.counted`."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.counts = case, Counts() if case.counted else None
@@ -285,7 +287,7 @@ class Seen(Callback):
             clip(*how)
             scale, counted = optimizer.scale, dict(self.counts.now) if self.counts else None
             self.answer["gradients"].append(_whole(module, lambda p: _of(p.grad, p) / scale))
-            if self.counts:  # collectives of this callback do not count
+            if self.counts:  # do not count the collectives of the line above
                 self.counts.now = counted
             self.answer["bytes"] = _bytes(module, optimizer)
 
@@ -312,7 +314,8 @@ def _of(gradient, p):
 
 
 def _whole(module, of):
-    """Returns the full tensors of all trained parameters by name; on ranks that do not get them, None."""
+    """Returns name -> full tensor of each trained parameter (fp64, NumPy); None on ranks that do not receive the
+    tensor."""
     ranks, found = module.ranks, {}
     for name, p in module.model.named_parameters():
         if p.requires_grad:
@@ -322,7 +325,8 @@ def _whole(module, of):
 
 
 def _bytes(module, optimizer):
-    """Returns the bytes of weights, gradients and optimizer state in this process, without tensors of one element."""
+    """Returns the bytes of weights, gradients and optimizer state in this process. Tensors of one element are not
+    counted."""
     local = [module.ranks.local(p) for p in module.model.parameters()]
     local = [p for p in local if not p.is_meta]
     state = (
@@ -356,7 +360,7 @@ class Counts(TorchDispatchMode):
 
 def _overflowing(module, window: int, rank: int, where: str) -> None:
     ranks = module.ranks
-    computes = ranks if hasattr(ranks, "loss") else module  # pipeline stages call the loss themselves
+    computes = ranks if hasattr(ranks, "loss") else module  # a pipeline's strategy calls its own `loss`
     loss = computes.loss
     of_rank = ranks.rank == rank
 
@@ -377,11 +381,11 @@ def _overflowing(module, window: int, rank: int, where: str) -> None:
     ranks.gather_gradients = collected
 
 
-# --- wrong on purpose: variants that tests must detect --------------------------------------------------------------
+# --- deliberate mistakes, which tests must detect --------------------------------------------------------------
 
 
 def _mean_of_means(stack):
-    """Each rank divides by its own tokens."""
+    """Each rank divides its loss by its own number of learned tokens."""
     from lowmem.training.module import CausalLM
 
     run_window = CausalLM.run_window
@@ -394,7 +398,7 @@ def _mean_of_means(stack):
 
 
 def _local_norm(stack):
-    """Each rank clips by the norm of its own shards."""
+    """Each rank clips by the norm of its own gradient shards."""
     from lowmem.step.gradients import norm_of_all
     from lowmem.techniques.strategy.several import Divided
 
@@ -430,7 +434,7 @@ def _silent(stack):
 
 
 def _own_z(stack: ExitStack) -> None:
-    """z of the KTO loss is computed from the rows of this rank only; without rows it is zero."""
+    """Each rank computes z of the KTO loss from its own rows only; z is zero on a rank without rows."""
     from lowmem.techniques.loss.mismatched import MismatchedPass
 
     compute = MismatchedPass.compute
@@ -456,11 +460,13 @@ WRONG = {
 
 
 def apart(ranks: list[dict], one: dict) -> dict[str, float]:
-    """Returns the largest differences between the ranks and one process: of gathered gradients and weights, relative to
-    the largest element, and of the losses of all ranks, relative to each loss.
+    """Returns the largest differences between the ranks and one process. Differences of gathered gradients and weights
+    are relative to the largest element of one process; differences of losses (all ranks, without skipped steps) are
+    relative to the loss of one process.
 
     Raises:
-        AssertionError: ranks have different weights, or other steps or tokens than the single process.
+        AssertionError: the ranks have different weights, or the skipped steps or learned tokens of a rank differ from
+            those of one process.
     """
     ours = ranks[0]
     for name, weight in ours["weights"].items():  # ranks with full weights must agree

@@ -1,4 +1,5 @@
-"""Runs lowmem for the parity tests: any configuration, with the real module and trainer, compared with the oracle."""
+"""Trains a configuration with lowmem's module and Lightning's trainer, and compares its losses and updates with the
+oracle."""
 
 import inspect
 import json
@@ -56,7 +57,7 @@ BASE = (
 CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
 BUDGET = ("compile=blocks", "compile.activation_memory_budget=0.5", "compile.backend=aot_eager_decomp_partition")
 COMPILED = ("optim=adamw4bit",)  # its update is compiled, which takes seconds per shape
-# Techniques that share their code with a technique that `make test` tests. Only `make test-all` tests them.
+# Techniques that only `make test-all` tests. Each shares its code with a technique that `make test` tests.
 SIBLINGS = (
     *(f"precision={name}" for name in ("tf32", "bf16", "16", "bf16-true", "16-true", "bf16-master")),
     *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
@@ -80,7 +81,8 @@ SHIPPED = (
     *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),
     *("compile=none", "weights=resident", "adapter=none"),
 )
-# beta makes gradients of pairs as large as gradients of tokens. Rows are not read from data=.
+# With this beta, gradients of pairs are about as large as gradients of tokens. `rows_for` makes the rows; nothing is
+# read from data.path.
 PAIRED = ["loss.beta=2", "data=preference", "data.path=x"]
 # Further overrides that a choice needs in these tests.
 WITH = {
@@ -97,21 +99,22 @@ WITH = {
     "loss=tiled": ["loss.columns=64"],
     **{f"loss={name}": ["loss.columns=64", *PAIRED] for name in pair_oracle.LOSSES},
     "optim.in_backward=true": ["clip=null"],
-    # makes a step as large as a step of AdamW, otherwise 16-bit weights would not change
+    # a step as large as a step of AdamW; a smaller step would not change 16-bit weights
     "optim=sgd": ["lr=10", "optim.weight_decay=0.002"],
 }
-# Sequences per optimizer step, if the windows are not (8, 1, 8, 1).
+# accumulation -> sequences of each of the STEPS windows. Accumulations that are not listed have windows of 8, 1, 8 and
+# 1.
 WINDOWS = {"by_epoch": (8, 1, 4, 4), "by_step": (8, 1, 4, 4)}
 
 
 def shipped_but(*names: str) -> tuple[str, ...]:
-    """Returns the techniques of conf/ for `matrix_rows`, except these names. A new technique is not in this list, so
-    `make test` runs its rows."""
+    """Returns all techniques of SHIPPED except these names, for the marker `matrix_rows`. A new technique is not in
+    SHIPPED, so `make test` runs its rows."""
     return tuple(one for one in SHIPPED if one not in names)
 
 
 class Ragged(Rows):
-    """Sequences of different lengths. The first two positions and the positions after the end have no labels."""
+    """SEQUENCES rows of LENGTH random tokens. Row i has labels only at the positions 2 to LENGTH - i - 1."""
 
     seq_len = LENGTH
 
@@ -191,7 +194,7 @@ class Losses(Callback):
     def __init__(self):
         self.seen, self.read = [], []
 
-    def on_before_backward(self, trainer, module, loss):  # the forward pass has waited for all copies of weights
+    def on_before_backward(self, trainer, module, loss):  # the forward pass has waited for all its copies of weights
         weights, stored = module.model.named_parameters(), module.weights.stored
         self.now = {name: stored(p).detach().to("cpu", torch.float32, copy=True) for name, p in weights}
 
@@ -201,11 +204,11 @@ class Losses(Callback):
 
 
 def run(cfg, wide=False, callbacks=()):
-    """Trains a run. Returns (weights by name before training in fp32, weights by name after training).
+    """Trains a run. Returns (fp32 weights by name before training, weights by name after training).
 
     Args:
-        wide: True to keep the dtype of the trained weights; False: they are converted to fp32.
-        callbacks: further callbacks.
+        wide: True keeps the dtype of the trained weights; False converts them to fp32.
+        callbacks: callbacks in addition to those of `cfg` and of its loss.
     """
     torch.manual_seed(0)
     module = causal_lm(cfg, model.describe(cfg))
@@ -221,11 +224,11 @@ def run(cfg, wide=False, callbacks=()):
 
 def expected(cfg, optim, accumulation, held_in=None):
     """Trains the oracle in fp32 on the CPU, from the run's initial weights. Returns (weights by name before training,
-    after training).
+    weights by name after training).
 
     Args:
-        held_in: name of the dtype to which weights are rounded after every step; None: the dtype of the run's weights,
-            and fp32 with an adapter.
+        held_in: name of the dtype to which weights are rounded after every step; None: float32 with an adapter,
+            otherwise the dtype of the run's weights.
     """
     clip = None if cfg.clip is None else float(cfg.clip)
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
@@ -249,8 +252,8 @@ def expected_losses(accumulation, weights, adapter=None, dtype="float32", pairs=
     """Returns the oracle's loss of every window, in fp32 on the CPU.
 
     Args:
-        weights: the weights by name before each window.
-        dtype: dtype in which the run has loaded its weights, before they are converted to fp32.
+        weights: for each window, the weights by name before its step.
+        dtype: name of the dtype in which the run loaded its weights; the oracle converts them to fp32.
     """
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
     read, loss = partial(_read, pairs), _mean_loss(pairs)
@@ -268,8 +271,8 @@ def _adapter(cfg):
 
 
 def _network(dtype, adapter=None):
-    """Returns the oracle's model in fp32, with the run's initial weights. An adapter also starts with the run's
-    numbers; quantized weights are dequantized."""
+    """Returns the oracle's model in fp32, with the initial weights of the run and of its adapter. Quantized weights are
+    dequantized."""
     described = model.describe(run_of(MODEL))
 
     def built():
@@ -300,9 +303,9 @@ def _read(pairs, indices):
 
 
 def deviations(cfg, *techniques):
-    """Trains a run and the oracle. Returns relative deviations: (update of matrices, update of vectors, largest
-    deviation of a window's loss). The oracle computes the losses at the run's weights, because the deviations of the
-    updates already include errors of the weights."""
+    """Trains a run and the oracle. Returns the run's relative deviations from the oracle: (update of matrices, update
+    of vectors, largest deviation of a window's loss). The oracle computes each loss at the run's weights, because the
+    deviations of the updates already include the errors in the weights."""
     chosen = dict(technique.split("=") for technique in techniques)
     accumulation = chosen.get("accumulation", "none")
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
@@ -314,7 +317,8 @@ def deviations(cfg, *techniques):
 
 
 def missing(technique, found):
-    """Returns the message for a technique that exceeds its tolerance: what to add to the tests if it is right."""
+    """Returns the message for a technique that exceeds its tolerance. It says what to add to the tests if the technique
+    is correct."""
     rule = (
         "its update rule in RULES of tests/support/oracle.py, where it is not AdamW's; "
         if "optim=" in technique
@@ -327,8 +331,8 @@ def missing(technique, found):
 
 
 def off_on_one_matrix(cfg, wrong=False):
-    """Returns the relative deviation of an optimizer's total update from AdamW's after 20 steps. Args: wrong: True to
-    replace every second gradient by zeros."""
+    """Returns the relative deviation of an optimizer's total update from that of the oracle's AdamW, after 20 steps on
+    one matrix. Args: wrong: True replaces every second gradient by zeros, for the optimizer only."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 128, bias=False).to(cfg.device)
     theirs, state = model.weight.detach().cpu().clone(), {}
@@ -343,8 +347,8 @@ def off_on_one_matrix(cfg, wrong=False):
 
 
 def errors(start, ours, theirs):
-    """Returns relative errors of the total update: (of all matrices together, of all vectors together). If the oracle
-    does not change tensors of a kind, their error is 0 or 1."""
+    """Returns relative errors of the total update: (all matrices together, all vectors together). If the oracle does
+    not change any tensor of a kind, the error is 0.0 if the run does not either, otherwise 1.0."""
 
     def relative(names):
         wrong = torch.cat([(ours[n] - theirs[n]).flatten() for n in names]).norm()

@@ -1,15 +1,15 @@
-"""Reports every access to shared memory to torch's happens-before checker, so that races are found regardless of
-timing.
+"""Reports accesses to the memory that threads and copies share to torch's happens-before checker, which finds races
+regardless of timing.
 
-`torch.cuda._sanitizer.EventHandler` has a vector clock for each stream. Here it gets a stream for the device's
-computation, a stream for each direction of copies, and a stream for each host thread. If a thread launches work on a
-stream, the work is ordered after the thread. The opposite order needs an event that the thread waits for; between
-threads, a queue, a future, a flag or a semaphore. Copies run synchronously, so the result does not depend on time: a
-write and another access without an order are an error, whenever they ran.
+`torch.cuda._sanitizer.EventHandler` has a vector clock for each stream. Here the streams are the device's computation,
+each direction of copies, and each host thread. Work that a thread launches on a stream is ordered after the previous
+work of the thread. A thread is ordered after a stream only if it waits for an event, and after another thread only
+through a queue, a future, a flag or a semaphore. Copies run synchronously. The checker compares clocks instead of
+times: a write and another access to the same memory are an error unless one is ordered after the other.
 
 The checker watches the tensors that go through a lane: staging slots, slots of weights, host blocks, gradients and
-weights. Operators of the training thread, and of the threads of micro-batches, run on the device's stream unless they
-access host memory. Operators of other threads run on the host.
+weights. An operator belongs to the device's stream if the training thread or a micro-batch thread of by_layer runs it
+and it does not access watched host memory. Other operators belong to the stream of their thread.
 """
 
 import threading
@@ -31,7 +31,8 @@ from lowmem.offload.copy_lanes import CardLane
 from lowmem.offload.link import StagedLink
 from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, compiled
 
-# Importing the sanitizer would activate it for cards, and later tests would record the stack of every allocation.
+# Without the patch, importing the sanitizer activates it for cards, and later tests record the stack of every
+# allocation.
 with patch.object(torch._C, "_activate_gpu_trace", lambda: None):
     from torch.cuda._sanitizer import Access, AccessType, EventHandler
 
@@ -40,7 +41,7 @@ NO_ACCESS = ("aten.empty", "aten.new_empty", "aten.sym_", "aten.is_", "aten.deta
 
 
 class Races:
-    """Collects the errors of one training. The checker is not thread-safe, so `lock` protects it."""
+    """Collects the errors that the checker finds. The checker is not thread-safe, so `lock` protects it."""
 
     def __init__(self):
         self.handler, self.lock, self.numbers = EventHandler(), threading.RLock(), count(1)
@@ -51,7 +52,7 @@ class Races:
     # --- order ----------------------------------------------------------------------------------------------------
 
     def host(self):
-        """Returns the name of the stream of the current thread."""
+        """Returns the name of the current thread's stream."""
         return f"host thread {threading.current_thread().name}"
 
     def record(self, stream):
@@ -76,11 +77,11 @@ class Races:
     # --- accesses -------------------------------------------------------------------------------------------------
 
     def key(self, tensor, watch=False, on_host=False):
-        """Returns the number of a tensor's storage, or None if it is not watched.
+        """Returns the number of a tensor's storage, or None if the storage is not watched.
 
         Args:
-            watch: True to watch the storage from now on.
-            on_host: True if a storage that is watched from now on is host memory.
+            watch: True watches the storage from now on.
+            on_host: True marks the storage as host memory. Ignored for a storage that is already watched.
         """
         storage = tensor.untyped_storage()
         place = storage._cdata
@@ -96,8 +97,8 @@ class Races:
         return self.watched.get(place)
 
     def freed(self, place, number):
-        """Called when a watched storage is freed: the device's allocator reuses its memory for the next computation.
-        Nothing is reported for host memory, or for memory that `TracedLane.keep` has seen."""
+        """Reports a write by the device when a watched storage is freed, because the device's allocator may reuse the
+        memory for its next computation. Reports nothing for host memory, or for memory passed to `TracedLane.keep`."""
         with self.lock:
             self.watched.pop(place, None)
             if number not in self.on_host and number not in self.kept:
@@ -105,7 +106,7 @@ class Races:
                 self.access(DEVICE, (), (number,), "is given other memory's place")
 
     def access(self, stream, reads, writes, name):
-        """Reports that work on a stream reads and writes these storages, and collects the errors. Args: reads, writes:
+        """Reports work on a stream that reads and writes storages, and collects the errors. Args: reads, writes:
         numbers of storages."""
         with self.lock:
             reads, writes = set(reads) - set(writes), set(writes)
@@ -114,7 +115,7 @@ class Races:
             self.errors += self.handler._handle_kernel_launch(stream, reads, writes, set(), name, names)
 
     def operator(self, func, args, kwargs, out):
-        """Reports the accesses of an operator that a thread runs."""
+        """Reports the accesses of an operator that the current thread has run."""
         name = str(func)
         if func.is_view or name.startswith(NO_ACCESS):
             return
@@ -143,7 +144,7 @@ def trains(thread):
 
 
 class Watching(TorchDispatchMode):
-    """A dispatch mode that reports every operator of this thread to the checker."""
+    """A dispatch mode that reports the operators of this thread to the checker."""
 
     def __init__(self, races):
         super().__init__()
@@ -156,7 +157,7 @@ class Watching(TorchDispatchMode):
 
 
 class Stream:
-    """A stand-in for a CUDA stream, whose work runs synchronously."""
+    """Stands in for a CUDA stream. Its work runs synchronously."""
 
     def __init__(self, races, name):
         self.races, self.name = races, name
@@ -185,11 +186,11 @@ class Event:
 
 
 class TracedLane(CardLane):
-    """A `CardLane` on a CPU, with streams of the checker.
+    """A `CardLane` on a CPU that reports its copies and events to the checker.
 
     Args:
         races: the collector of errors.
-        registers: False: `register` refuses, as if memory could not be pinned.
+        registers: False makes `register` return a reason, as if memory could not be pinned.
     """
 
     def __init__(self, races, registers=True):
@@ -223,7 +224,7 @@ class TracedLane(CardLane):
             stream = UP if pair[1] in self.races.on_host else DOWN
         with NotWatched():
             reached = super().copy(to, source, after)
-        # the access is between the wait and the event of this copy
+        # report the access after the waits in super().copy and before the event of this copy
         self.races.access(stream, pair[1:], pair[:1], "copy")
         reached.number = self.races.record(stream)
         return reached
@@ -238,7 +239,7 @@ class TracedLane(CardLane):
 
 
 class NotWatched:
-    """Disables dispatch modes during a copy, which is reported separately."""
+    """Disables dispatch modes during a copy; `TracedLane.copy` reports the copy."""
 
     def __enter__(self):
         self._off = torch.utils._python_dispatch._disable_current_modes()
@@ -313,7 +314,7 @@ def traced_flag(races):
 
 def traced_semaphore(races):
     class Semaphore(threading.Semaphore):
-        """A semaphore that orders a thread that acquires it after all work of the thread that released it."""
+        """A semaphore whose `acquire` orders the thread after all previous work of the thread that released it last."""
 
         event = None
 
@@ -357,7 +358,7 @@ def traced_pool(races):
 
 @contextmanager
 def watched():
-    """Yields the `Races` that collects the errors of trainings in this context."""
+    """Yields a `Races` that collects the errors of trainings in this context."""
     races = Races()
     work, address = StagedLink._work, compiled.address
 
@@ -365,7 +366,7 @@ def watched():
         with Watching(races):
             work(self)
 
-    def pointer(tensor):  # a C++ function reads it, or writes it
+    def pointer(tensor):  # a C++ function reads or writes the tensor
         if tensor is not None and (number := races.key(tensor)) is not None:
             races.access(races.host(), (), (number,), "a C++ function")
         return address(tensor)

@@ -1,13 +1,13 @@
-"""Predicts the memory and time for training all weights of Llama-3.1-8B, from plain mixed precision to a 4 GB card, and
-of other models on cards of 8 to 80 GB.
+"""Predicts memory and time of training all weights of Llama-3.1-8B, with recipes from plain mixed precision to a 4 GB
+card, and of training other models on cards of 8 to 80 GB.
 
 python -m benchmarks.capacity            # about five minutes on two cores; nothing is downloaded or allocated.
 
 Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the first table, and
 `python -m benchmarks.pages` copies the second one into README.md.
 
-The optimizer of masters runs on the host's CPU. The planner assumes the memory bandwidth of this machine for it; this
-benchmark assumes the bandwidth that an update reached in benchmarks/results/host_optimizer.json.
+The host's CPU updates masters. For these updates, the planner assumes the memory bandwidth of this machine. This
+benchmark instead assumes the bandwidth that an update reached in benchmarks/results/host_optimizer.json.
 """
 
 import argparse
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from lowmem.plan.prediction import Prediction
 
 LLAMA = ["model=llama-3.1-8b", "seq_len=2048"]
-STREAMED = ["experiment=llama_8b_4gb"]  # also sets the keys of LLAMA
+STREAMED = ["experiment=llama_8b_4gb"]  # the experiment also sets the keys of LLAMA
 ON_CARD = ["precision=bf16", "optim=adamw8bit", "optim.in_backward=true", "clip=null", "batch_size=1"]
 MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=offload", "loss=tiled"]
-# Size of the card -> (its key in conf/gpu.yaml, or a bare size; the overrides). Batch sizes are the largest that fit,
-# except in the first two recipes, where a larger batch would hardly save time per token, and in the unchanged preset
-# for 4 GB.
+# Size of the card -> (card of conf/gpu.yaml or a bare size, overrides). Batch sizes are the largest that fit, with two
+# exceptions: in the first two recipes, a larger batch would hardly save time per token, and the preset for 4 GB is
+# unchanged.
 RECIPES = {
     "141 GB": ("h200", [*LLAMA, "precision=bf16", "batch_size=1"]),
     "80 GB": ("h100", [*LLAMA, *ON_CARD]),
@@ -37,7 +37,7 @@ RECIPES = {
     "4 GB": ("4GiB", STREAMED),
     "4 GB, with a drive": ("4GiB", [*STREAMED, "weights.drive=scratch", "batch_size=3"]),
 }
-# Size of the card -> {"model, trained weights": the overrides}
+# Size of the card -> {"model, trained weights": overrides}
 MODELS = {
     "8 GB": {
         "Llama-3.2-1B, all weights": ["experiment=llama_1b_8gb"],
@@ -57,7 +57,7 @@ MODELS = {
     "80 GB": {"Llama-3.1-8B, all weights": RECIPES["80 GB"][1]},
 }
 CARDS = {size: on for size, (on, _) in RECIPES.items()} | {"16 GB": "rtx4060ti-16gb"}
-# A recipe of both tables is predicted once, so that the tables show equal figures.
+# A recipe that is in both tables is predicted once, so that both tables show the same figures for it.
 ROWS = RECIPES | {
     f"{model} on {size}": (CARDS[size], lines)
     for size, models in MODELS.items()
@@ -65,10 +65,10 @@ ROWS = RECIPES | {
     if (CARDS[size], lines) not in RECIPES.values()
 }
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
-PER = 10_000_000  # number of parameters that are updated in the milliseconds of this row
+PER = 10_000_000  # number of parameters that this row's milliseconds update
 MOVED = 16  # bytes per parameter of an update: gradient 2, master 4 and state 2 (each read and written), new weight 2
-CORES = 2  # cores of the measured machine
-MANY_CORES = 150e9  # bytes per second of the memory of a host with more cores: half of eight channels of DDR5-4800
+CORES = 2  # cores of the machine on which STEP was measured
+MANY_CORES = 150e9  # upper limit of a host's memory bandwidth, bytes per second: half of eight channels of DDR5-4800
 
 
 def row(name: str) -> dict:
@@ -77,11 +77,11 @@ def row(name: str) -> dict:
 
 
 def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
-    """Predicts what a run needs and how long its steps take.
+    """Predicts the memory of a run and the time of its steps.
 
     Args:
         on: a card of conf/gpu.yaml, or a bare size.
-        cores: number of host cores, which run the optimizer of masters.
+        cores: number of host cores, which update masters.
     """
     from lowmem.config.cards import card
     from lowmem.config.drives import space
@@ -121,14 +121,14 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
 
 
 def by_category(need: "Prediction") -> dict[str, int]:
-    """Returns the bytes that torch has allocated at the peak, by category. All other bytes count as `other`."""
+    """Returns the bytes that torch has allocated at the peak, by category; `other` is the rest."""
     named = {kind: getattr(need.device, kind) for kind in ("weights", "gradients", "optimizer", "activations")}
     return named | {"other": need.allocated - sum(named.values())}
 
 
 def bandwidth(cores: int) -> float:
     """Returns the memory bandwidth of a host with this many cores, in bytes per second: the measured bandwidth, scaled
-    in proportion to the cores, up to MANY_CORES."""
+    in proportion to the number of cores, at most MANY_CORES."""
     steps = stored("host_optimizer")["rounds"][STEP]
     seconds = medians({STEP: steps}, "milliseconds")[STEP] / 1000
     return min(MANY_CORES, cores / CORES * MOVED * PER / seconds)

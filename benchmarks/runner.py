@@ -1,7 +1,7 @@
 """Runs the rows of a benchmark in separate processes, and writes its results as JSON and as a table.
 
-A row is a command that prints one JSON object as its last line. Rounds alternate in direction (a b c, c b a, ...), so
-that a machine that slows down does not favour a row. `medians` and `ratio` summarize the rounds.
+A row is a command whose last line of output is a JSON object. Rounds alternate in direction (a b c, c b a, ...), so
+that no row has an advantage if the machine slows down. `medians` and `ratio` summarize the rounds.
 """
 
 import json
@@ -24,7 +24,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[dict]]:
-    """Runs every row in every round. Returns {name: results of the rounds}. Args: rows: name -> arguments of python."""
+    """Runs every row in every round. Returns name -> results of the rounds. Args: rows: name -> arguments of
+    `python`."""
     results: dict[str, list[dict]] = {name: [] for name in rows}
     for number in range(1, rounds + 1):
         for name, arguments in list(rows.items())[:: 1 if number % 2 else -1]:
@@ -47,7 +48,8 @@ def row(arguments: Sequence[str]) -> dict:
 
 
 def options_of(parser: ArgumentParser, measured: Callable[..., dict]) -> Namespace:
-    """Returns the typed options. In a process that `measure` has started, prints the row's result instead, and ends.
+    """Returns the typed options. With `--row`, as in processes that `measure` starts, prints the row's result and exits
+    instead.
 
     Args:
         measured: measures a row and returns its result. Its arguments are the words after `--row`.
@@ -61,7 +63,7 @@ def options_of(parser: ArgumentParser, measured: Callable[..., dict]) -> Namespa
 
 
 def environment(folder: str | Path) -> dict[str, str]:
-    """Returns the environment variables of a row's process. Args: folder: a folder that the process may write to."""
+    """Returns the environment variables of a row's process. Args: folder: a folder for files of the process."""
     return os.environ | {"WANDB_SILENT": "true", "ROW_FOLDER": str(folder)}
 
 
@@ -85,17 +87,19 @@ def run_train(arguments: Sequence[str]) -> dict:
 
 
 def medians(results: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
-    """Returns {row: the median of a figure over the rounds}; nan if the row could not measure the figure."""
+    """Returns row -> median of a figure over the rounds. A figure that could not be measured (None) is replaced by
+    nan."""
     return {name: median(nan if run[key] is None else run[key] for run in rounds) for name, rounds in results.items()}
 
 
 def ratio(results: Mapping[str, Sequence[Mapping]], name: str, against: str, key: str) -> float:
-    """Returns the figure of `name` divided by the figure of `against` in the same round; the median over the rounds."""
+    """Returns the median over the rounds of the figure of `name` divided by the figure of `against` in the same
+    round."""
     return median(a[key] / b[key] for a, b in zip(results[name], results[against], strict=True))
 
 
 def real_model() -> Path:
-    """Returns the folder of a small trained model. tests/support/real_model.py fetches it once."""
+    """Returns the folder of a small trained model. tests/support/real_model.py downloads the model once."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from real_model import folder
 
@@ -107,7 +111,7 @@ def machine() -> dict[str, object]:
 
 
 def stored(name: str) -> dict:
-    """Returns the results that `write` has stored; {} if there are none."""
+    """Returns the contents of results/<name>.json; {} if the file does not exist."""
     file = RESULTS / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -116,7 +120,7 @@ def write(name: str, result: Mapping, table: str) -> None:
     """Writes results/<name>.json and .md, and prints the table.
 
     Args:
-        result: the content of the JSON file. "machine" is this machine unless `result` has this key.
+        result: contents of the JSON file. Without the key "machine", this machine is added.
     """
     RESULTS.mkdir(exist_ok=True)
     result = {"machine": machine(), **result}

@@ -1,8 +1,8 @@
 """Alternates training loops step by step, so that a slow phase of the machine slows all loops equally.
 
 Each loop runs in a separate process and waits for its turn before every step. While one loop steps, the other loops
-wait, so a step is as fast as if its process ran alone, and the steps of two loops that are compared are only a few
-seconds apart. A loop that is started by hand does not wait for turns.
+wait, so a step is as fast as if its process ran alone. Corresponding steps of two loops are only a few seconds apart. A
+loop that is started by hand does not wait for turns.
 """
 
 import os
@@ -17,21 +17,21 @@ from statistics import median
 
 from benchmarks.runner import ROOT, environment, result
 
-PIPES = "ROW_PIPES"  # environment variable: descriptors of the pipes on which a loop receives turns and returns them
-SETTLE = 0.05  # seconds between two turns, in which the threads of the previous loop become idle
+PIPES = "ROW_PIPES"  # environment variable: descriptors of the pipes by which a loop receives and hands back turns
+SETTLE = 0.05  # seconds between two turns, so that the threads of the previous loop become idle
 
 
 class Turns:
     """Waits for turns in the process of a loop."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []  # for every step except the last, from its start to the next step's start
-        self.pages: list[int] = []  # page faults of each step
+        self.seconds: list[float] = []  # for every step except the last: from its start to the start of the next step
+        self.pages: list[int] = []  # minor page faults of each of these steps
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
         self._start: tuple[float, int] | None = None
 
     def next(self) -> None:
-        """Returns the turn and waits for the next one. Call it at the start of a step."""
+        """Hands the turn back and waits for the next turn. Call it at the start of each step."""
         if self._start is not None:
             seconds, pages = _now()
             self.seconds.append(seconds - self._start[0])
@@ -44,7 +44,7 @@ class Turns:
 
 
 def _now() -> tuple[float, int]:
-    """Returns (seconds, number of this process's page faults)."""
+    """Returns (seconds, number of this process's minor page faults)."""
     return time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
@@ -68,7 +68,7 @@ class _Loop:
         os.close(to_write)
 
     def gave_back(self) -> bool:
-        """Waits until the loop returns its turn. Returns False if its process has ended."""
+        """Waits until the loop hands its turn back. Returns False if its process has ended instead."""
         return bool(os.read(self.back, 1))
 
     def step(self) -> bool:
@@ -82,7 +82,7 @@ class _Loop:
 
 
 def take_turns(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
-    """Runs loops that take turns, one round.
+    """Runs one round of loops that take turns step by step.
 
     Args:
         rows: name -> arguments of `python`.
@@ -91,7 +91,7 @@ def take_turns(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
         {name: the loop's result}.
 
     Raises:
-        SystemExit: a loop failed; the others have ended.
+        SystemExit: a loop failed. The other loops have run to their end.
     """
     with tempfile.TemporaryDirectory() as folder:
         loops = {name: _Loop(arguments, Path(folder) / str(i)) for i, (name, arguments) in enumerate(rows.items())}
@@ -102,11 +102,11 @@ def take_turns(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
 
 
 def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[str, list[dict]]:
-    """Runs groups of loops, one group after the other.
+    """Runs groups of loops, one group after the other, in every round.
 
     Args:
-        teams: groups of rows, name -> arguments of `python`. The rows of a group alternate step by step.
-        rounds: how often to run every group.
+        teams: groups of loops: name -> arguments of `python`. The loops of a group alternate step by step.
+        rounds: number of rounds.
 
     Returns:
         {name: results of the rounds}.
@@ -121,16 +121,17 @@ def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[s
 
 
 def speed_ratio(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """Returns the speed of our loop divided by the speed of the other loop: the median ratio of corresponding steps
-    over all rounds.
+    """Returns the speed of our loop divided by the speed of the other loop: the median over the pairs of corresponding
+    steps of all rounds.
 
-    The median leaves out the cost of rare work, such as the meter's sampled steps; `tokens_per_second` includes it.
+    Rare work, such as the meter's sampled steps, hardly changes the median; `tokens_per_second` includes it.
     """
     return median(their / our for our, their in _steps(ours, theirs, warm_up))
 
 
 def difference(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """Returns the median difference in seconds between a step of ours and the corresponding step of the other loop."""
+    """Returns the median difference in seconds between a step of our loop and the corresponding step of the other
+    loop."""
     return median(our - their for our, their in _steps(ours, theirs, warm_up))
 
 

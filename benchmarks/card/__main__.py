@@ -1,17 +1,17 @@
 """Measures results that need a CUDA card: speed, how much copying is hidden, and memory compared with its prediction.
 
     python -m benchmarks.card --minutes 9      # the most valuable cases that fit; type it again for the rest
-    python -m benchmarks.card --only masters   # cases with a word in their names, even if they have been measured
-    python -m benchmarks.card --list           # the cases, their seconds, and which have been measured
-    python -m benchmarks.card --device cpu     # a rehearsal without a card: the same code, small models
+    python -m benchmarks.card --only masters   # cases with this word in their names, even if they have been measured
+    python -m benchmarks.card --list           # the cases, their seconds and their status
+    python -m benchmarks.card --device cpu     # a rehearsal without a card: the same code with small models
     python -m benchmarks.card --predict h100   # predicts every run of lowmem for a card of conf/gpu.yaml, without one
     python -m benchmarks.card --table          # writes the page again from the file of results
 
 Every case runs in a separate process. A case starts only if its estimated seconds fit in the rest of --minutes. It is
-stopped after twice its estimate (at least a minute), or when the minutes are over. benchmarks/results/card.json is
-written after each case, and a case with a result, even a failure, is not run again. The next call continues with the
-next case, or with the case for which the time was too short. The exit code is 1 if a case failed or found a wrong
-result.
+stopped after twice its estimate (ten times in a rehearsal; at least a minute), or when the minutes are over.
+benchmarks/results/card.json is written after each case. A case with a result, even a failure, is not run again unless
+--only names it. A case that was stopped because the minutes were over has no final result, so it is run again. The exit
+code is 1 if a case failed, was stopped or found a wrong result.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra", "omegaconf", "psutil", "pydantic")
-PATIENCE = {"cuda": 2, "cpu": 10}  # time limit / seconds of a case; a rehearsal may run on a busy machine
+PATIENCE = {"cuda": 2, "cpu": 10}  # time limit / estimated seconds of a case; a rehearsal may run on a busy machine
 LEAST = 60  # smallest time limit in seconds, unless fewer seconds are left
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if a case failed, was stopped or is wrong; 2 if nothing could be run."""
+    """Returns the exit code: 0; 1 if a case failed, was stopped or found a wrong result; 2 if nothing could be run."""
     options = _options(arguments)
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         return _refused(f"Not installed: {', '.join(missing)}. Type pip install -e . first.")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: Sequence, known: dict, file: Path, options: argparse.Namespace) -> int:
-    """Runs the chosen cases that have no result and fit in the minutes; with --only also cases that have a result.
+    """Runs the chosen cases that fit in the minutes and have no final result; with --only, also cases that have one.
     Returns the exit code."""
     from benchmarks.card import case, page
     from lowmem.report.summary import write
@@ -92,7 +92,8 @@ def _run(chosen: Sequence, known: dict, file: Path, options: argparse.Namespace)
 
 
 def _case_record(one, known: dict, device: str, left: float) -> dict | None:
-    """Runs a case and returns its record. Returns None without running it if its estimate exceeds the seconds left."""
+    """Runs a case and returns its record. If its estimate exceeds the seconds left, returns None and does not run
+    it."""
     from benchmarks.card import case
 
     seconds = _seconds(one, known)
@@ -106,13 +107,14 @@ def _case_record(one, known: dict, device: str, left: float) -> dict | None:
 
 
 def _is_over(case, known: dict) -> bool:
-    """Returns whether a case has a final result. The result of a case that was stopped because the minutes were over is
-    not final."""
+    """Returns True if a case has a final result. If a case was stopped because the minutes were over, its result is not
+    final."""
     return not known["cases"].get(case.name, {"again": True}).get("again")
 
 
 def _seconds(case, known: dict) -> float:
-    """Returns how many seconds a case took on this card, or its estimate if it has not been completed."""
+    """Returns how many seconds a case took when its recorded result was measured, or its estimate if it has not been
+    completed."""
     record = known["cases"].get(case.name, {})
     return record["seconds"] if record.get("status") == "done" else case.seconds
 
@@ -134,7 +136,8 @@ def _read(file: Path) -> dict:
     """Returns the results in a file, or an empty record if the file does not exist.
 
     Raises:
-        OSError, ValueError: the file is not a file of results.
+        OSError: the file cannot be read.
+        ValueError: the file is not a file of results.
     """
     found = json.loads(file.read_text()) if file.exists() else {"cases": {}}
     if not isinstance(found, dict) or not isinstance(found.get("cases"), dict):
@@ -143,8 +146,8 @@ def _read(file: Path) -> dict:
 
 
 def _file(device: str) -> Path:
-    """Returns the file of results. A rehearsal's results are not figures of a card, and are stored outside the
-    repository."""
+    """Returns the file of results. Results of a rehearsal are not figures of a card, so they are not stored in
+    benchmarks/results."""
     return ROOT / ("benchmarks/results/card.json" if device == "cuda" else ".cache/card/rehearsal.json")
 
 
@@ -168,7 +171,7 @@ def _refused(why: str) -> int:
 
 
 if __name__ == "__main__":
-    for name in ("SIGTERM", "SIGHUP"):  # raise an exception, as Ctrl-C does, so that cases end with this process
+    for name in ("SIGTERM", "SIGHUP"):  # raise an exception, as Ctrl-C does, so that the case is killed too
         if signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:  # SIGHUP stays ignored under nohup
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
     try:

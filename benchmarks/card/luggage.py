@@ -1,12 +1,12 @@
-"""Collects the wheels that a GPU machine without a network needs, and checks that they are complete.
+"""Collects the wheels that a GPU machine without a network needs, and checks that none is missing.
 
-    python -m benchmarks.card.luggage                        # into .wheels, for the Python 3.12 of the card machine
+    python -m benchmarks.card.luggage                        # into .wheels, for Python 3.12 on the GPU machine
     python -m benchmarks.card.luggage --check python3.12     # also installs them in a temporary folder and imports them
     python -m benchmarks.card.luggage .wheels311 --python 3.11 --check python
 
-The machine's image has the packages of `IMAGE`. Every requirement of the wheels must be in `WHEELS` or in `IMAGE`. The
-folder and the files that git tracks are sent together, so the limit applies to their sum. The exit code is 1 if
-something is missing, too large, or cannot be imported.
+The image of the GPU machine has the packages of `IMAGE`. Each requirement of a wheel must be met by another wheel or by
+the image. The folder is sent together with the files that git tracks, so `LIMIT` applies to their sum. The exit code is
+1 if a requirement is missing, the sum is too large, or an import fails.
 """
 
 import argparse
@@ -27,14 +27,14 @@ LIMIT = 40_000_000  # bytes of the folder and of all tracked files
 WHEELS = {
     "hydra-core": "1.3.8",
     "omegaconf": "2.3.1",  # Hydra 1.3 asks for < 2.4
-    "antlr4-python3-runtime": "4.9.3",  # published as source only: its wheel is built here
+    "antlr4-python3-runtime": "4.9.3",  # published as source only, so its wheel is built
     "pydantic": "2.14.4",
     "pydantic-core": "2.50.5",  # this pydantic requires exactly this version
     "annotated-types": "0.8.0",
     "typing-inspection": "0.4.5",
     "typing-extensions": "4.16.0",  # pydantic asks for >= 4.16; the image's version is not known
     "torchao": "0.18.0",
-    "bitsandbytes": "0.50.2",  # repacked: 43 MB become 4
+    "bitsandbytes": "0.50.2",  # repacked, from 43 MB to 4 MB
     "trl": "1.16.0",
     "datasets": "5.2.0",
     "dill": "0.4.1",
@@ -46,10 +46,10 @@ WHEELS = {
     "nvidia-ml-py": "13.615.71",  # torch reads the card's clock with it
 }
 BUILT = ("antlr4-python3-runtime",)
-# package -> module, where they differ by more than "-" and "_"
+# package -> module, if the names differ in more than "-" and "_"
 MODULES = {"hydra-core": "hydra", "antlr4-python3-runtime": "antlr4", "nvidia-ml-py": "pynvml"}
 NEED_CUDA = ("roundpipe", "trainstream")  # their import raises an error without a card
-# Packages of the image, with the version where it is known.
+# Package of the image -> its version, None if the version is not known.
 IMAGE: dict[str, str | None] = {
     "torch": "2.11.0",
     "triton": "3.6.0",
@@ -119,13 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def named(wheel: Path) -> tuple[str, str]:
-    """Returns (name, version) of a wheel's file."""
+    """Returns (name, version) from the file name of a wheel."""
     name, version, *_ = parse_wheel_filename(wheel.name)
     return name, str(version)
 
 
 def refuse_others(folder: Path) -> None:
-    """Raises SystemExit if the folder contains a wheel that is not in the list, which would be installed, too."""
+    """Raises SystemExit if the folder contains a wheel that is not in WHEELS, because pip would install it too."""
     for wheel in folder.glob("*.whl"):
         name, version = named(wheel)
         if WHEELS.get(name) != version:
@@ -133,7 +133,8 @@ def refuse_others(folder: Path) -> None:
 
 
 def fetch(folder: Path, python: str) -> None:
-    """Downloads or builds the wheels that the folder lacks. Args: python: such as 3.12."""
+    """Downloads or builds the wheels that the folder lacks. Args: python: version of the GPU machine's Python, such as
+    3.12."""
     here = {named(wheel)[0] for wheel in folder.glob("*.whl")}
     lacking = [f"{name}=={version}" for name, version in WHEELS.items() if name not in here | set(BUILT)]
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
@@ -145,7 +146,8 @@ def fetch(folder: Path, python: str) -> None:
 
 
 def repack(wheel: Path, cuda: str) -> None:
-    """Removes all libraries from a bitsandbytes wheel except one for CPUs and one for CUDA, and their lines of RECORD.
+    """Removes libraries, and their lines in RECORD, from a bitsandbytes wheel. Keeps one library for CPUs and one for
+    CUDA.
 
     Args: cuda: name of the CUDA library to keep, such as cuda130. Raises: SystemExit: the wheel does not have it.
     """
@@ -171,7 +173,8 @@ def repack(wheel: Path, cuda: str) -> None:
 
 
 def size(folder: Path, limit: int = LIMIT) -> int:
-    """Returns the bytes of the folder and of all tracked files. Raises: SystemExit: they are above the limit."""
+    """Returns the bytes of the folder plus the bytes of the tracked files. Raises: SystemExit: the sum is above the
+    limit."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     tracked = sum((ROOT / name).stat().st_size for name in listed.split("\0") if (ROOT / name).is_file())
     wheels = sum(wheel.stat().st_size for wheel in folder.iterdir())
@@ -184,8 +187,8 @@ def size(folder: Path, limit: int = LIMIT) -> int:
 
 
 def missing_requirements(folder: Path, python: str, image: Mapping[str, str | None] = IMAGE) -> Iterator[str]:
-    """Yields the requirements of the wheels that neither the folder nor the image meets, without requirements of
-    extras. A package of the image whose version is not known meets every requirement."""
+    """Yields a message for each requirement of a wheel that neither the folder nor the image meets. Requirements of
+    extras are skipped. A package of the image with an unknown version meets any requirement."""
     wheels = sorted(folder.glob("*.whl"))
     there = {**image, **dict(map(named, wheels))}
     for wheel in wheels:
@@ -199,7 +202,8 @@ def missing_requirements(folder: Path, python: str, image: Mapping[str, str | No
 
 
 def requirements(wheel: Path, python: str) -> list[Requirement]:
-    """Returns what a wheel's METADATA requires on Linux, without extras. Args: python: such as 3.12."""
+    """Returns the requirements in a wheel's METADATA that apply on Linux without extras. Args: python: a version, such
+    as 3.12."""
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = HeaderParser().parsestr(archive.read(name).decode())
@@ -211,7 +215,8 @@ def requirements(wheel: Path, python: str) -> list[Requirement]:
 def check(folder: Path, python: str) -> None:
     """Installs the wheels in a temporary folder, and imports them and all modules of benchmarks.card.
 
-    Without CUDA, the packages of `NEED_CUDA` are only located. Args: python: an interpreter with the image's packages.
+    Without CUDA, the packages of `NEED_CUDA` are located but not imported. Args: python: command of an interpreter with
+    the image's packages.
     """
     with tempfile.TemporaryDirectory() as target:
         wheels = [str(wheel) for wheel in sorted(folder.glob("*.whl"))]

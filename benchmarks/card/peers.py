@@ -1,18 +1,18 @@
 """Compares lowmem with RoundPipe 0.1.1 and TrainStream 0.4.1: full fine-tuning of 1.7B parameters under 24 GiB.
 
-All of them train the same network (Qwen3-1.7B's shapes, the same random weights in bf16) on the same random rows, 8 x
-2048 tokens per step, with AdamW on the host, fp32 masters, no clipping, and recomputation of activations. Differences:
+All of them train equal networks (the shapes of Qwen3-1.7B, equal random weights in bf16) on equal random rows, 8 x 2048
+tokens per step. All have AdamW on the host, fp32 masters, no clipping, and recomputation of activations. Differences:
 
-- lowmem streams the weights layer by layer and stores its optimizer state in 8 bits, as the recipe says. Another row
-  has fp32 state, like the peers.
+- lowmem streams the weights layer by layer and stores its optimizer state in 8 bits, as in its recipe. Another row of
+  lowmem has fp32 state, like RoundPipe and TrainStream.
 - RoundPipe streams the weights in stages of several layers and divides the rows into 2 micro-batches (its default). By
-  default its optimizer step runs during the next step, which therefore computes with weights that are one step old. Its
-  synchronous mode waits for the update, like lowmem.
-- TrainStream keeps the weights on the card if they fit, sends gradients to the host during backward, and updates each
-  weight there when its gradient has arrived. It gets all 8 rows at once, so that gradients cross the bus once.
+  default its optimizer update runs during the next step, so this step computes with weights that are one update old.
+  Its synchronous mode waits for the update, like lowmem.
+- TrainStream keeps the weights on the card if they fit. During backward it copies gradients to the host, and the host
+  updates each weight when its gradient has arrived. It gets all 8 rows at once, so that gradients are copied once.
 
-Every row runs in a separate process: RoundPipe ends its process on an error, and torch caches pinned memory that has
-been freed. Compilers (of TrainStream's extension, RoundPipe's optimizer and its loss) run before the timed block.
+Every row runs in a separate process, because RoundPipe ends its process on an error, and torch caches pinned memory
+that has been freed. TrainStream's extension, and RoundPipe's optimizer and loss, are compiled before the timed block.
 
 python -m benchmarks.card.peers <row> <device>
 """
@@ -42,7 +42,7 @@ RUN = "1.7B, streamed by layer, 8 x 2048"
 GIB = 24  # the cap of the card's memory
 STEPS = {"cuda": 8, "cpu": 2}
 WARM_UP = {"cuda": 6, "cpu": 1}  # the peers adapt their plans in the first steps
-PATIENCE = 150  # time limit of each process in seconds: a peer that hangs must not take the time of the others
+PATIENCE = 150  # time limit of each process in seconds, so that a peer that hangs leaves time for the other rows
 OURS = {"lowmem": ("8 bits", ()), "lowmem, fp32 state": ("32 bits", ("optim=adamw",))}
 PEERS = {
     "RoundPipe, synchronous": partial(roundpipe, is_async=False),
@@ -65,8 +65,8 @@ def _in_process(name: str, here: Here) -> dict:
     """Returns the row that a separate process prints.
 
     Raises:
-        SystemExit: it failed; the message ends with its last output.
-        TimeoutExpired: it took longer than PATIENCE and was killed.
+        SystemExit: the process failed; the message ends with its last output.
+        TimeoutExpired: the process took longer than PATIENCE and was killed.
     """
     arguments = ["-m", "benchmarks.card.peers", name, here.device]
     done = subprocess.run(
@@ -84,7 +84,7 @@ def _in_process(name: str, here: Here) -> dict:
 
 
 class Measured(Blocks):
-    """Times a block, and samples the machine's available memory after each step: the resident memory of a process may
+    """Times a block, and samples the machine's available memory after each step. The resident memory of a process may
     not include pinned memory."""
 
     def __init__(self, here: Here) -> None:
@@ -114,7 +114,7 @@ def _ours(here: Here, state: str, lines: tuple[str, ...]) -> dict:
 
 
 def _theirs(here: Here, peer: str) -> dict:
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which they need
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which the peers need
     torch.cuda.set_per_process_memory_fraction(min(1.0, GIB / here.gib()))
     watch = Measured(here)
     network, steps = built(here, watch.all_steps)
@@ -134,7 +134,7 @@ def _theirs(here: Here, peer: str) -> dict:
 
 
 def built(here: Here, steps: int) -> tuple[nn.Module, list[Step]]:
-    """Returns the network of lowmem's run in bf16 on the host, and all rows of each step."""
+    """Returns the network of lowmem's run, in bf16 on the host, and for each step its rows in one batch."""
     data = build.data(ours.composed(RUN, here))
     with ours.drawn_at_once(here.device):
         network = loading.load(data.described, torch.bfloat16).train()

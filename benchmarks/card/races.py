@@ -1,14 +1,14 @@
-"""Looks for races between streams with torch's own sanitizer for CUDA streams.
+"""Looks for races between CUDA streams with torch's sanitizer.
 
 TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so this case sets it for its process. The
-sanitizer keeps vector clocks of streams and events (`torch.cuda._sanitizer`): a write and another access to one address
-are a race if no event orders them, whenever they ran. A short training with streamed weights and offloaded boundaries
-must not have a race. The same training without one of its waits must have one; otherwise the sanitizer does not see
-these copies, and its silence proves nothing.
+sanitizer (`torch.cuda._sanitizer`) keeps vector clocks of streams and events: a write and another access to one address
+are a race if no event orders them, regardless of when they ran. A short training with streamed weights and offloaded
+boundaries must not have a race. The same training without one of its waits must have a race; otherwise the sanitizer
+does not see the copies, and a training without reported races proves nothing.
 
-The sanitizer identifies a tensor by the address of its first byte, only on the device, and sees only work that the
-threads of the training loop launch. `tests/offload/test_races.py` checks host memory and the host's threads without a
-card. A rehearsal of this case uses the checker of that test.
+The sanitizer identifies a tensor by the address of its first byte. It sees only device memory, and only work that
+threads of the training loop launch. `tests/offload/test_races.py` checks host memory and the other threads of the host,
+without a card. A rehearsal of this case uses the checker of that test.
 """
 
 import re
@@ -30,13 +30,13 @@ RUNS = {
     "streamed weights": False,
     "streamed weights that are not waited for": True,
 }  # True: the device does not wait for copies
-LINES = (  # two accumulation windows of two micro-batches, and an evaluation
+LINES = (  # two accumulation windows of two micro-batches each, then an evaluation
     *("model=gpt2", "model.pretrained=false", *recipes.SMALL["model=gpt2"], "model.architecture.n_layer=4"),
     *("data=random", *recipes.STREAMED, "weights=streamed", "batch_size=2", "seq_len=16", "max_steps=2"),
     *("accumulation=fixed", "accumulation.batches=2", "val_every=2", "val_sequences=2", "sample_tokens=0"),
     *("scheduler=constant", "save_every=1000", "plan=off", "logger=csv", "export=null"),
 )
-LIBRARY = re.compile(r' *File "[^"]*/lib/python[^\n]*\n(?:    [^\n]*\n)*')  # a frame of a library in a stack trace
+LIBRARY = re.compile(r' *File "[^"]*/lib/python[^\n]*\n(?:    [^\n]*\n)*')  # a stack frame in a library
 
 
 @dataclass
@@ -44,11 +44,12 @@ class Seen:
     """The accesses that the sanitizer saw during a training."""
 
     operators: Counter = field(default_factory=Counter)  # stream -> number
-    copies: Counter = field(default_factory=Counter)  # True if the sanitizer saw the copy, else False -> number
+    copies: Counter = field(default_factory=Counter)  # (did the sanitizer see the copy?) -> number
     races: list[str] = field(default_factory=list)
 
     def launch(self, checked: Callable[..., list]) -> Callable[..., list]:
-        """Wraps the sanitizer's check of an operator, so that a race is counted even if its error is suppressed."""
+        """Wraps the sanitizer's check of an operator to count operators and record races, even if the error of a race
+        is suppressed."""
 
         def check(stream, *arguments):
             errors = checked(stream, *arguments)
@@ -59,7 +60,8 @@ class Seen:
         return check
 
     def copy(self, copies: Callable) -> Callable:
-        """Wraps a lane's `copy` to count copies. The sanitizer only sees copies from threads in which it is active."""
+        """Wraps a lane's `copy` to count copies. The sanitizer sees a copy only if its dispatch mode is active in the
+        copying thread."""
 
         def counted(lane, *arguments):
             self.copies[_get_current_dispatch_mode() is not None] += 1
@@ -68,8 +70,8 @@ class Seen:
         return counted
 
     def right(self, wrong: bool) -> bool:
-        """Returns whether the sanitizer saw copies and several streams, and found a race if and only if `wrong`: a wait
-        was removed."""
+        """Returns True if the sanitizer saw copies and several streams, and found a race exactly if `wrong` is True.
+        Args: wrong: True if a wait was removed."""
         return self.copies[True] > 0 and len(self.operators) > 1 and bool(self.races) == wrong
 
 
@@ -110,14 +112,14 @@ def _by_torch() -> Iterator[tuple[Seen, type]]:
     if not cuda_sanitizer.enabled:
         raise SystemExit("torch's sanitizer is off: torch was imported without TORCH_CUDA_SANITIZER=1.")
     seen = Seen()
-    with _checked(cuda_sanitizer.dispatch.event_handler, seen), suppress(CUDASanitizerErrors):  # they are in `seen`
+    with _checked(cuda_sanitizer.dispatch.event_handler, seen), suppress(CUDASanitizerErrors):  # `seen` has them
         yield seen, CardLane
 
 
 @contextmanager
 def _by_stand_in() -> Iterator[tuple[Seen, type]]:
-    """Yields the accesses without a card, and the class of simulated copy lanes, which report every access to the
-    sanitizer's checker."""
+    """Yields the accesses that the sanitizer's checker sees without a card, and the class of the simulated copy lanes,
+    which report them to the checker."""
     from races import all_over
     from traced_lane import TracedLane, watched
 

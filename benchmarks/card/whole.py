@@ -1,7 +1,7 @@
 """Times lowmem's recipes for models that do not fit on the card: streamed weights, masters, adapters, memory caps. One
 more case trains GPT-2 twice and compares the losses.
 
-Losses of runs that should be equal are compared bit for bit. Those runs have deterministic=true, because by default
+If two runs must give equal losses, their bits are compared. Such runs have deterministic=true, because by default
 CUDA's flash attention adds gradients in the order in which its thread blocks end.
 """
 
@@ -16,16 +16,16 @@ from lowmem.system.units import GIB
 from lowmem.training.training import DidNotFit
 
 STREAMED, RESIDENT = "8B, streamed by layer, 8 x 2048", "8B, resident, 8 x 2048"
-QUARTER = "8 of 32 layers of 8B, streamed"  # the card holds two layers at a time, independent of depth
+QUARTER = "8 of 32 layers of 8B, streamed"  # the card holds two layers at a time, regardless of depth
 EQUAL = (QUARTER, "8 of 32 layers of 8B, resident")
 HOST = {STREAMED: 58, RESIDENT: 82}  # GiB of host memory, as predicted, plus a margin
 CARD = 20  # GiB on the card with resident weights, as predicted, plus a margin
-TRIES = 4  # number of caps to try
+TRIES = 4  # number of caps that `smallest` tries
 
 
 def streamed(here: Here) -> Iterator[dict]:
-    """Yields the rows of 8B parameters streamed by layer, and of 8 of their 32 layers streamed and resident. The losses
-    of the last two must have equal bits.
+    """Yields the rows of an 8B model streamed by layer, and of 8 of its 32 layers, streamed and resident. The losses of
+    the last two runs must have equal bits.
 
     Raises:
         LeftOut: the host has too little memory.
@@ -43,7 +43,8 @@ def streamed(here: Here) -> Iterator[dict]:
 
 
 def resident(here: Here) -> Iterator[dict]:
-    """Yields the row of 8B parameters that stay on the card. Raises: LeftOut: card or host has too little memory."""
+    """Yields the row of an 8B model whose weights stay on the card. Raises: LeftOut: card or host has too little
+    memory."""
     _require_host(here, RESIDENT)
     if here.gib() < CARD:
         raise LeftOut(f"it needs {CARD} GiB and the card has {here.gib():.0f}")
@@ -51,7 +52,8 @@ def resident(here: Here) -> Iterator[dict]:
 
 
 def _row(here: Here, name: str, watch: Blocks, *more: str) -> dict:
-    """Trains a run of `recipes.RUNS` and frees its memory. Returns its row, or a row with the error as `why`."""
+    """Trains a run of `recipes.RUNS` and frees its memory. Returns its row; after an error, a row with the error as
+    `why`."""
     row = attempt(partial(ours.train, name, here, watch, *more)) | {"run": name}
     here.release()
     return row
@@ -67,12 +69,13 @@ def same_losses(one: dict, other: dict) -> bool:
 
 
 def _few(here: Here) -> Blocks:
-    """Returns a block for runs whose steps take seconds: one step of warm-up, then three timed steps."""
+    """Returns a block for runs whose steps take seconds: one warm-up step, then three timed steps."""
     return Blocks(here, 3, warm_up=1)
 
 
 def hidden(name: str, here: Here, *more: str) -> dict:
-    """Trains with streamed weights. The row also has the share of the copy time in which the device did not wait."""
+    """Trains with streamed weights. The returned row also has the share of the copy time in which the device did not
+    wait."""
     import torch
 
     from benchmarks.card import lanes
@@ -92,19 +95,20 @@ def hidden_share(copied: float, waited: float) -> float | None:
 
 
 def masters(here: Here) -> Iterator[dict]:
-    """Yields the rows of 4B parameters whose masters are updated as gradients arrive, and of 4B parameters whose
-    masters are updated after clipping."""
+    """Yields two rows of a 4B model: with masters that are updated as gradients arrive, and with masters that are
+    updated after clipping."""
     for name in ("4B, masters that step early, 2 x 2048", "4B, masters that step after clipping, 2 x 2048"):
         yield _row(here, name, Blocks(here, 10 if here.on_card else 2, warm_up=2))
 
 
 def lora(here: Here) -> Iterator[dict]:
-    """Yields the rows of LoRA on streamed and on resident weights of 8B parameters."""
+    """Yields the rows of LoRA on an 8B model, with streamed and with resident weights."""
     yield from _adapters(here, "8B LoRA, streamed, 4 x 1024", "8B LoRA, resident, 4 x 1024")
 
 
 def qlora(here: Here) -> Iterator[dict]:
-    """Yields the rows of QLoRA and LoRA on 8 of 8B's 32 layers: to quantize all layers takes the host minutes."""
+    """Yields the rows of QLoRA and LoRA on 8 of the 32 layers of an 8B model. Quantizing all layers would take the host
+    minutes."""
     part = "8 of 32 layers of 8B"
     yield from _adapters(here, f"{part}, QLoRA, streamed, 4 x 1024", f"{part}, LoRA, streamed, 4 x 1024")
 
@@ -135,24 +139,25 @@ def twice(here: Here) -> Iterator[dict]:
 
 
 def capped(here: Here) -> Iterator[dict]:
-    """Yields the rows of 8 of 8B's 32 layers under a cap of 4 and of 8 GiB, and on a card the smallest cap that works,
-    with its prediction."""
+    """Yields rows of 8 of the 32 layers of an 8B model: under a cap of 4 GiB, under a cap of 8 GiB and, on a card, the
+    smallest cap that works with its prediction."""
     for cap in ("4GiB", "8GiB"):
         row = _row(here, QUARTER, _few(here), f"memory.limit={cap}")
         yield row | {"run": f"{QUARTER}, under {cap}"}
     planned = prediction.predicted(QUARTER).get("smallest_cap_bytes")
-    if planned and here.on_card:  # a rehearsal's model needs less than any plan for a card
+    if planned and here.on_card:  # the small model of a rehearsal needs less than the plan for a card
         least, tried = smallest(planned, partial(_works, here))
         found = {"smallest cap that works, GiB": least and least / GIB, "predicted, GiB": planned / GIB}
         yield {"run": f"{QUARTER}: the smallest cap", "by": "lowmem", "found": found | {"works, by GiB": tried}}
 
 
 def smallest(planned: int, works: Callable[[int], bool], tries: int = TRIES) -> tuple[int | None, dict[str, bool]]:
-    """Searches for the smallest cap that works, by bisection between 0.9 and 1.1 times the planned cap. Tries the
-    planned cap first.
+    """Searches for the smallest cap that works, by bisection between 0.9 and 1.1 times the planned cap. The first try
+    is the planned cap.
 
     Returns:
-        (the smallest tried cap that works, in bytes, or None; {GiB of each tried cap: whether it works}).
+        (the smallest tried cap that works, in bytes, or None if no tried cap works; GiB of each tried cap -> True if it
+        works).
     """
     low, high, tried, least = round(0.9 * planned), round(1.1 * planned), {}, None
     cap = planned

@@ -1,21 +1,21 @@
-"""Counts the calls that would make a training step wait for a card, on a machine without a card.
+"""Records, on a machine without a card, the calls that would make a training step wait for a card.
 
-A card computes asynchronously until the host reads a number that the card may not have computed yet: `.item()`,
+A card computes asynchronously until the host reads a number that the card may not have computed yet: by `.item()`,
 `bool(tensor)`, `tensor.tolist()`, or an operator whose output size depends on values (`nonzero`, a boolean index).
-`DeviceReads` is a dispatch mode that sees these operators. `Methods` sees the methods that call no operator on a CPU.
-Calls on a tensor of the *device side* are recorded.
+`DeviceReads`, a dispatch mode, sees the operators in READS and INDEXED. `Methods` sees `tolist` and `cpu`, which call
+no operator on a CPU. Both record a call only if a tensor of the *device side* is read.
 
 On a CPU all tensors have the device "cpu", so each storage is assigned to a side. A storage is on the host side if
 
 - the ledger of the memory meter says so (fp32 masters and their optimizer state), or it was made in `host_side()`,
-- it is staging memory of the link, or the link's thread made it,
-- the loader made it (moving a window to the device is a copy here, as on a card),
-- it is the step count of an optimizer that is not fused (torch keeps this count in host memory also with a card),
-- or all tensors from which an operator made it are on the host side.
+- it is staging memory or registered memory of the lane, or the link's thread made it,
+- the loader made it (moving a micro-batch to the device makes a copy, as on a card),
+- it is the step count of an optimizer that is not fused (torch keeps this count in host memory even with a card),
+- or an operator made it from tensors that are all on the host side.
 
-Every other storage is on the device side. So an unmarked host tensor makes a test fail, but no device tensor is missed.
-Weights and gradients go through staging memory and a thread, as with a card. Waits without a read are not counted:
-waits for an event, for the link, and for copies from memory that is not pinned.
+Every other storage is on the device side. So reading a host tensor that is not in this list makes a test fail, but no
+device tensor passes for a host tensor. Weights and gradients go through staging memory and a thread, as with a card.
+Waits without a read are not recorded: for an event, for the link, and for copies from memory that is not pinned.
 """
 
 import threading
@@ -52,17 +52,17 @@ READS = {
     aten.bincount.default,
 }
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-METHODS = {Tensor.tolist, Tensor.cpu}  # on a CPU these methods call no operator; CUDA tensors do not support `numpy()`
+METHODS = {Tensor.tolist, Tensor.cpu}  # not `numpy`: CUDA tensors do not support it
 
 
 class Read(NamedTuple):
-    """A read of a device tensor. Args: window: number of the optimizer step; line: file:line of the caller outside
-    torch."""
+    """A read of a device tensor. Args: window: number of the optimizer step, from 1; line: file:line of the innermost
+    caller that is not in NOT_THE_CALLER."""
 
     window: int
     line: str
     call: str
-    of_model: bool  # a line of transformers
+    of_model: bool  # True if the line is in transformers
 
 
 class DeviceReads(StorageTracker):
@@ -70,7 +70,7 @@ class DeviceReads(StorageTracker):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.lock = threading.RLock()  # the mode is also active in the link's thread
+        self.lock = threading.RLock()  # the link's thread also uses this mode
         self.window: int | None = None
         self.seen: list[Read] = []
 
@@ -99,8 +99,8 @@ class DeviceReads(StorageTracker):
         self.seen.append(Read(self.window, f"{file}:{frame.lineno}", call, "/transformers/" in frame.filename))
 
     def lines(self, window: int, of_model: bool = False) -> Counter[str]:
-        """Returns how often each line has read a device tensor in a window. Args: of_model: True for lines of
-        transformers, False for all other lines."""
+        """Returns line -> number of its reads of device tensors in a window. Args: of_model: True counts only lines in
+        transformers, False only other lines."""
         return Counter(read.line for read in self.seen if (read.window, read.of_model) == (window, of_model))
 
 
@@ -114,7 +114,7 @@ def reads_a_number(func: object, args: tuple) -> bool:
 
 
 class Methods(TorchFunctionMode):
-    """A function mode that records methods that copy a tensor to the host, but call no operator on a CPU."""
+    """A function mode that records calls of METHODS: they copy a tensor to the host, but call no operator on a CPU."""
 
     def __init__(self, reads: DeviceReads) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Lane(AtOnceLane):
 
 @contextmanager
 def as_on_a_card() -> Iterator[DeviceReads]:
-    """Yields the `DeviceReads` that records the reads of a run in this context. The run copies gradients and weights as
+    """Yields a `DeviceReads` that records the reads of a run in this context. The run copies gradients and weights as
     on a card."""
     reads = DeviceReads()
     modes = []  # for the link's thread

@@ -1,4 +1,4 @@
-"""Parses README.md and docs/. Each checker returns the errors of a page: wrong commands, keys, names, files or
+"""Parses README.md and docs/. Each checker returns one kind of errors in a page: wrong commands, keys, names, files or
 figures."""
 
 import re
@@ -30,7 +30,7 @@ FILES = (".png", ".csv", ".json", ".md", ".txt", ".py", ".yaml", ".yml", ".html"
 
 
 def code(text: str) -> Iterator[str]:
-    """Yields every line of shell code, and every span in backticks."""
+    """Yields each line of shell code, each indented line, and each span in backticks."""
     for language, _, block in FENCED.findall(text):
         if language in ("", "sh"):
             yield from block.splitlines()
@@ -40,7 +40,7 @@ def code(text: str) -> Iterator[str]:
 
 
 def overrides(text: str) -> dict[tuple[str, str], None]:
-    """Returns (key, value) of every override on a page, in order."""
+    """Returns the different (key, value) of the overrides on a page, in order. Lines with -sc are skipped."""
     lines = (line for line in code(text) if " -sc " not in line)
     return dict.fromkeys(found for line in lines for found in OVERRIDE.findall(line))
 
@@ -51,14 +51,14 @@ def inline(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Returns the commands of train.py, plan.py and compare.py, except commands with a <placeholder>."""
+    """Returns the different commands of train.py, plan.py and compare.py, except commands with a <placeholder>."""
     lines = (line for line in code(text) if re.match(r"python (train|plan|compare)\.py ", line) and "<" not in line)
     return list(dict.fromkeys(re.sub(r"\s+# .*", "", line) for line in lines))
 
 
 def choices(command: str) -> list[list[str]]:
-    """Returns the lists of overrides of a command: a single list, or a list for each choice of each swept key; [] if
-    Hydra only prints shell completion (-sc)."""
+    """Returns the lists of overrides of a command: a single list or, with -m, a list for each choice of each swept key.
+    Returns [] for shell completion (-sc)."""
     if " -sc " in command:  # a flag of Hydra
         return []
     words = shlex.split(command)[2:]
@@ -73,7 +73,8 @@ def choices(command: str) -> list[list[str]]:
 
 
 def refused(text: str) -> list[str]:
-    """Returns the commands of train.py and plan.py that Hydra or lowmem refuses before a model is built."""
+    """Returns "command: error" for each command of train.py and plan.py that Hydra or lowmem refuses before it builds a
+    model."""
     wrong = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for command in commands(text):
@@ -96,7 +97,7 @@ def _refusals(command: str) -> Iterator[Exception]:
 
 
 def keys_of(node: object, path: str = "") -> set[str]:
-    """Returns the dotted paths of all keys of a yaml. Entries of a list have the path of the list."""
+    """Returns the dotted paths of all keys in a parsed yaml file. Entries of a list have the path of the list."""
     if isinstance(node, list):
         return set().union(*(keys_of(one, path) for one in node if isinstance(one, dict)))
     if not isinstance(node, dict):
@@ -105,7 +106,7 @@ def keys_of(node: object, path: str = "") -> set[str]:
 
 
 def known_keys() -> set[str]:
-    """Returns the keys of conf/ with every choice of every group, and the keys of Hydra."""
+    """Returns the keys in conf/, including every choice of every group, and the keys of Hydra."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("plan", return_hydra_config=True)
     known = keys_of(OmegaConf.to_container(cfg, resolve=False)) | {"sweep.resume"}
@@ -116,18 +117,19 @@ def known_keys() -> set[str]:
 
 
 KEYS = known_keys()
-# Files whose names and words the pages may mention.
+# Globs of the files whose names and words the pages may mention.
 KINDS = ("Makefile", "*.py", "*.toml", "src/**/*.py", "conf/**/*.yaml", "benchmarks/**/*.py")
 SOURCES = "\n".join(f"{file.stem}\n{file.read_text()}" for kind in KINDS for file in ROOT.glob(kind))
 
 
 def own_files(text: str) -> set[str]:
-    """Returns the files that a reader of the page creates (docs/add-a-technique.md)."""
+    """Returns the files that a page tells its reader to create, as docs/add-a-technique.md does."""
     return {name for _, where, _ in FENCED.findall(text) for name in re.findall(r"file=(\S+)", where)}
 
 
 def unknown_keys(text: str) -> list[str]:
-    """Returns overrides whose key or choice does not exist in conf/, and dotted keys that do not exist."""
+    """Returns overrides whose key or choice does not exist in conf/, and dotted names in backticks that look like keys
+    but are not in KEYS."""
     wrong = [f"{key}={value}" for key, value in overrides(text) if not _known(key, value, text)]
     return wrong + [name for name in inline(text) if _looks_like_a_key(name) and name not in KEYS]
 
@@ -146,7 +148,7 @@ def _looks_like_a_key(name: str) -> bool:
 
 
 def unknown_names(text: str) -> list[str]:
-    """Returns words in backticks that do not occur in the code, such as removed keys, classes or columns."""
+    """Returns names in backticks that do not occur in SOURCES, such as removed keys, classes or columns."""
     words = [name for name in inline(text) if re.fullmatch(r"[A-Za-z_][\w-]*", name)]
     return [name for name in words if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", SOURCES)]
 
@@ -155,8 +157,8 @@ def unknown_names(text: str) -> list[str]:
 
 
 def missing_files(text: str, folder: Path) -> list[str]:
-    """Returns links, pictures, paths, benchmark modules and make targets that do not exist, and links whose text names
-    another file."""
+    """Returns links, pictures, paths, benchmark modules or their flags, and make targets that do not exist. Also
+    returns links whose text names another file."""
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     paths = re.findall(r"(?<![\w/.~-])(?:src|tests|conf|docs|benchmarks)/[\w./*-]*[\w/*]", FENCED.sub("", text))
     wrong = [link for link in links if not (folder / link).exists()]
@@ -177,8 +179,8 @@ def missing_files(text: str, folder: Path) -> list[str]:
 
 
 def wrong_figures(text: str, folder: Path) -> list[str]:
-    """Returns numbers in a link to results that the results do not contain, and a note if a table differs from its
-    results."""
+    """Returns numbers in the text of a link to results that the linked file does not contain, and a note if a table
+    differs from its results."""
     wrong = []
     for said, link in re.findall(r"\[([^\]]*)\]\(([^)\s]*benchmarks/results/[^)\s]+)\)", text):
         there = (folder / link).read_text()

@@ -1,12 +1,12 @@
 """Checks the rules of docs/style.md that a machine can check. `make lint` runs both commands.
 
-`python tests/support/prose.py src/lowmem benchmarks tests` checks code for its readers: names of functions and classes
-without meaning, names of tests that begin with a pronoun or lack a noun, and phrases of docstrings and comments.
+`python tests/support/prose.py src/lowmem benchmarks tests` checks what readers of the code see: vague names of
+functions and classes, names of tests that begin with a pronoun or lack a noun, and phrases in docstrings and comments.
 
-`python tests/support/prose.py --texts src/lowmem conf docs README.md` checks texts for users: strings of src,
-comments of conf/, the comparison page, and pages outside of code.
+`python tests/support/prose.py --texts src/lowmem conf docs README.md` checks what users see: strings of src (also the
+comparison page), comments of conf/, and the pages of docs/ without their code.
 
-Phrases in a line that contains `# plain` are exempt.
+A line that contains `# plain` is exempt from the rules for phrases.
 """
 
 import ast
@@ -36,7 +36,7 @@ SAY_NOTHING = frozenset(
     shapes first""".split()  # noqa: SIM905
 )
 NAMED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-# In a report of failures a test's name must make sense alone. After `the_same` a noun must follow.
+# In a report of failures, the name of a test must make sense alone: a noun must follow `the_same`.
 PRONOUN = re.compile(r"test_(it|they|so|these|those|what|one|both)_")
 NO_NOUN = "as|at|by|each|for|from|if|in|of|on|only|or|the|to|too|twice|way|when|with|without"
 SAME = re.compile(rf"_the_same(?:$|_(?:{NO_NOUN})(?:_|$))")
@@ -49,8 +49,8 @@ REMARKS = {  # phrase of a docstring or a comment -> advice; a space also stands
 
 
 def wrong(file: Path) -> Iterator[str]:
-    """Yields a line for each name, and each phrase of a docstring or comment, that a rule refuses. Code of tests/ may
-    use the names of SAY_NOTHING."""
+    """Yields a message for each name, and for each phrase of a docstring or comment, that a rule refuses. Code of
+    tests/ may use the names of SAY_NOTHING."""
     source = file.read_text(encoding="utf-8")
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -77,7 +77,7 @@ def docstrings(tree: ast.AST) -> Iterator[Text]:
 
 
 def remarks(source: str) -> Iterator[Text]:
-    """Yields the comments of a file. Comments in adjacent lines are one text."""
+    """Yields the comments of a file. Comments on adjacent lines form one text."""
     lines: list[Text] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -91,8 +91,8 @@ def remarks(source: str) -> Iterator[Text]:
 
 # --- texts, for users ------------------------------------------------------------------------------------------------
 
-NUMBER = "\N{OBJECT REPLACEMENT CHARACTER}"  # replaces a computed number in a text
-# nouns whose singular is needed after 1
+NUMBER = "\N{OBJECT REPLACEMENT CHARACTER}"  # replaces a computed count in a text
+# plural nouns that must not follow 1
 THINGS = """answers batches blocks cards checkpoints choices conversations devices documents epochs examples files keys
     layers lines messages micro-batches pairs prompts records rows runs samples sequences splits steps texts
     windows""".split()  # noqa: SIM905
@@ -111,17 +111,17 @@ RULES = {  # phrase of a text for users -> advice; a space also stands for a lin
     r", say[,.)]": "write `for example` or `such as`",
     rf"(?<!of )(\b1|{NUMBER}) ({'|'.join(THINGS)})\b": "use the singular for 1",
 }
-QUOTES = "style.md"  # the page that quotes wrong phrases
+QUOTES = "style.md"  # this page quotes wrong phrases, so it is not checked
 COUNTS = re.compile(r"\blen\(|\bsum\(|\btotal\b|\bcount\b|\bnumber\b|\['(" + "|".join(THINGS) + r")'\]")
 
 
 def dialect(file: Path) -> Iterator[str]:
-    """Yields a line for each phrase of a file's texts that a rule of RULES finds."""
+    """Yields a message for each phrase in a file's texts that a rule of RULES finds."""
     yield from phrases(file, texts(file), RULES)
 
 
 def phrases(file: Path, found: Iterable[Text], rules: Mapping[str, str]) -> Iterator[str]:
-    """Yields file, line, phrase and advice, as one string, for each phrase that a rule finds in a line that is not
+    """Yields a message (file, line, phrase and advice) for each phrase that a rule finds on a line that is not
     exempt."""
     exempt = {number for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if PLAIN in line}
     for text in found:
@@ -146,8 +146,9 @@ def texts(file: Path) -> Iterator[Text]:
 
 
 def strings(tree: ast.AST) -> Iterator[Text]:
-    """Yields all strings except docstrings: refusals, log lines, tables. In an f-string, a value that looks like a
-    count (a comma in its format, or a match of COUNTS) is replaced by NUMBER, and any other value by {}."""
+    """Yields all strings except docstrings, such as refusals, log lines and tables. In an f-string, a value that looks
+    like a count (its format has a comma, or its code matches COUNTS) is replaced by NUMBER, and any other value by
+    {}."""
     skipped = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):  # a docstring
@@ -169,14 +170,14 @@ def in_words(node: ast.AST) -> str:
 
 
 def comments(yaml: str) -> Iterator[str]:
-    """Yields the comment of each line, or "", so that lines keep their numbers."""
+    """Yields for each line its comment, or "" without a comment, so that lines keep their numbers."""
     for line in yaml.splitlines():
         found = re.search(r"(?:^|\s)# (.*)", line)
         yield found[1] if found else ""
 
 
 def outside_code(page: str) -> list[str]:
-    """Returns the lines of a page. Code is replaced by empty text, so that lines keep their numbers."""
+    """Returns the lines of a page without its code. Line breaks in code remain, so that lines keep their numbers."""
     page = re.sub(r"^```.*?^```", line_breaks, page, flags=re.MULTILINE | re.DOTALL)
     page = re.sub(r"^ {4,}.*$", "", page, flags=re.MULTILINE)
     return re.sub(r"`[^`]+`", lambda code: "`" + line_breaks(code) + "`", page).splitlines()

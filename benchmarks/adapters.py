@@ -1,12 +1,12 @@
 """Compares full fine-tuning, LoRA, DoRA and QLoRA of one model: memory, time per step, and errors from merging.
 
 python -m benchmarks.adapters            # about ten minutes on two cores, 3 GiB of memory
-python -m benchmarks.adapters --small    # tests the code on a model of 1M parameters; prints, saves nothing
+python -m benchmarks.adapters --small    # a model of 1M parameters, to test the code; saves nothing
 
 The model is a Llama of 44M random parameters, because bytes and seconds do not depend on the values. Each row runs
-train.py in a separate process. Memory is both predicted and measured. A merge error is the relative error of the logits
-of the merged model, compared with the model whose adapter is not merged. For merge errors B is drawn at random, because
-an adapter that was trained for a few steps changes the logits very little.
+train.py in a separate process. Memory is both predicted and measured. A merge error is the relative difference between
+the logits of the merged model and the logits of the model with its adapter. For merge errors, B is random, because an
+adapter that was trained for a few steps hardly changes the logits.
 """
 
 import argparse
@@ -61,9 +61,10 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
 
 
 def merge_errors(adapter: str, small: bool) -> dict:
-    """Returns relative errors of the logits: without the adapter, merged in fp32, and merged and computed in bf16.
+    """Returns relative errors of the logits, compared with the model with its adapter: "without" the adapter, merged in
+    "float32", merged and computed in "bfloat16".
 
-    QLoRA's adapter is merged into the 4-bit base and also into the original base.
+    QLoRA's adapter is merged into the 4-bit base, and for "original" into the base before quantization.
     """
     import torch
     from torch import nn
@@ -153,7 +154,7 @@ def main() -> None:
         done = merge_errors(adapter, options.small) if recipe == "merge" else run(adapter, recipe, options.small)
         print(json.dumps(done), flush=True)
         return
-    # glibc returns freed blocks of 64 KiB or more at once, so that resident memory does not include them
+    # makes glibc return freed blocks of 64 KiB or more at once, so that resident memory does not include them
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     how = ["-m", "benchmarks.adapters", *(["--small"] if options.small else []), "--row"]
     rows = {f"{adapter}: {recipe}": [*how, adapter, recipe] for recipe in RECIPES for adapter in ADAPTERS}

@@ -1,12 +1,12 @@
 """Compares claims of guides about memory techniques with measurements.
 
 python -m benchmarks.claims                  # about twenty-five minutes on two cores, 5 GiB of memory
-python -m benchmarks.claims --only smollm2   # one of the two models; the figures of the other one are kept
+python -m benchmarks.claims --only smollm2   # measures one of the two models and keeps the other model's figures
 
 Each row trains a model in a separate process: GPT-2 small's architecture with random weights (124M parameters), or
-SmolLM2-135M-Instruct with its trained weights (tests/support/real_model.py). train.py's default model, `tiny`, would
-not do: most of its tensors have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of
-GPT-2 XL are counted on fake tensors, which have a shape and no memory.
+SmolLM2-135M-Instruct with its trained weights (tests/support/real_model.py). train.py's default model, `tiny`, is not
+suitable: most of its tensors have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of
+GPT-2 XL are counted on fake tensors, which have shapes but no memory.
 """
 
 import argparse
@@ -40,7 +40,7 @@ ROWS = {
 
 
 def row(model: str, name: str) -> dict:
-    """Runs train.py once. Returns the peak bytes, the speed and the last losses. Args: model: a key of MODELS; name: a
+    """Runs train.py once. Returns the peak bytes, the speed and the final losses. Args: model: a key of MODELS; name: a
     key of ROWS."""
     short = [f"max_steps={STEPS}", "val_every=1000", "val_sequences=16", "sample_tokens=0", "save_every=1000"]
     typed = {line.split("=")[0] for line in ROWS[name]}
@@ -59,7 +59,7 @@ def row(model: str, name: str) -> dict:
 
 
 def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
-    """Traces GPT-2 XL without dropout. Returns the device's bytes at their peak, by category and as `total`."""
+    """Traces GPT-2 XL without dropout. Returns the device bytes at the peak, by category and as `total`."""
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
     from lowmem.plan.tracing.trace import trace
@@ -71,8 +71,8 @@ def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
 
 
 def xl_rows() -> dict[str, dict[str, int]]:
-    """Returns {row: peak bytes of GPT-2 XL by category}. Rows with batch_size=1 have micro-batches of 1 x 1024 tokens,
-    the others have one batch of 4 x 1024."""
+    """Returns row -> peak bytes of GPT-2 XL by category. Rows with batch_size=1 have micro-batches of 1 x 1024 tokens,
+    other rows have one batch of 4 x 1024 tokens."""
 
     def counted(typed: list[str]) -> dict[str, int]:
         alone = "batch_size=1" in typed
@@ -85,10 +85,10 @@ def xl_rows() -> dict[str, dict[str, int]]:
 
 
 class Measured:
-    """The figures of one model: medians over the rounds, and speeds relative to "plain".
+    """The figures of one model: medians over the rounds, and speeds relative to the row "plain".
 
     Args:
-        results: row -> the result of each round.
+        results: row -> results of the rounds.
     """
 
     def __init__(self, results: dict) -> None:
@@ -98,7 +98,7 @@ class Measured:
         self.speed = {name: ratio(results, name, "plain", "tokens_per_second") for name in results}
 
     def saved_by(self, name: str, activations: bool = True) -> str:
-        """Returns what a row saves and costs, in words."""
+        """Returns in words what a row saves and costs compared with the row "plain"."""
         saved = f"{1 - self.peak[name] / self.peak['plain']:.0%} less at the peak"
         if activations:
             saved += f", {1 - self.activations[name] / self.activations['plain']:.0%} fewer activations"
@@ -110,7 +110,7 @@ class Measured:
 
 
 class Claim(NamedTuple):
-    """A row of the table: the claim, the cells of a measured model and of GPT-2 XL, and whether the claim holds."""
+    """A row of the table: the claim, the cells for a measured model and for GPT-2 XL, and whether the claim holds."""
 
     claim: str
     measured: Callable[[Measured], str]
@@ -214,7 +214,7 @@ def claims(sizes: dict) -> Iterator[Claim]:
 
 
 def table(results: dict, sizes: dict) -> str:
-    """Returns the table. Args: results: model -> row -> the result of each round; sizes: the result of `xl_rows`."""
+    """Returns the table. Args: results: model -> row -> results of the rounds; sizes: the result of `xl_rows`."""
     random, trained = (Measured(results[model]) for model in MODELS)
     columns = (
         "claim",

@@ -1,12 +1,13 @@
-"""Measures weights.drive: memory, bit-exactness, time, and the share of the drive's bandwidth that is used.
+"""Measures runs with weights.drive: memory, equality of bits with a run in memory, time, and the used share of the
+drive's bandwidth.
 
 python -m benchmarks.drive --folder /mnt/scratch --part 8b       # trains Llama-3.1-8B's shapes
-python -m benchmarks.drive --folder /mnt/scratch --part 8b-all   # the same with weights.drive_holds=all
-python -m benchmarks.drive --folder /mnt/scratch --part 1b       # Llama-3.2-1B's shapes: bits equal to a run in memory?
-python -m benchmarks.drive --folder /mnt/scratch --part time     # GPT-2 XL's shapes: times beside a run in memory
+python -m benchmarks.drive --folder /mnt/scratch --part 8b-all   # like 8b, with weights.drive_holds=all
+python -m benchmarks.drive --folder /mnt/scratch --part 1b       # Llama-3.2-1B's shapes: bits, compared with memory
+python -m benchmarks.drive --folder /mnt/scratch --part time     # GPT-2 XL's shapes: times, compared with memory
 
 The parts with 8B parameters need 65 GB of the drive, including a model with random weights (16 GB) that they write. 8b
-takes 20 GiB of memory, and 8b-all takes 8 GiB. Each part keeps the results of the other parts in results/drive.json.
+takes 20 GiB of memory, and 8b-all takes 8 GiB. A part replaces only its own results in results/drive.json.
 """
 
 import argparse
@@ -35,8 +36,8 @@ MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
 
 
 def written(folder: Path, name: str) -> Path:
-    """Writes a model with a yaml's shapes and random weights in bf16, one file per weight, unless the folder has it.
-    Returns the model's folder."""
+    """Writes a model with random weights in bf16, one file per weight, unless `folder` has it. Returns the model's
+    folder. Args: name: a key of MODELS, which names the yaml with the shapes."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +68,7 @@ def written(folder: Path, name: str) -> Path:
 
 
 def _bytes_as_tokens():
-    """Returns a tokenizer with one token for each byte, and an end token."""
+    """Returns a tokenizer with a token for each byte, and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -83,8 +84,8 @@ def _of_folder(model: Path) -> list[str]:
 
 
 def train_three_steps(model: str, *more: str) -> dict:
-    """Trains three steps. Returns the losses, the figures of memory and of the drive, and a digest of all weights. With
-    2B parameters or more, the digest covers no weights."""
+    """Trains three steps. Returns the losses, the figures of memory and of the drive, and a digest of all weights.
+    Models with 2B parameters or more have the digest of empty input."""
     from hashlib import sha256
 
     from lowmem.training import watchers
@@ -102,7 +103,7 @@ def train_three_steps(model: str, *more: str) -> dict:
 
         def on_train_end(self, trainer, module) -> None:
             module.arrived()
-            # not for 8B: pages of the drive that are read after the steps would count as resident memory
+            # not for 8B: pages that are read from the drive after the steps would count as resident memory
             for p in module.parameters() if sum(p.numel() for p in module.parameters()) < 2e9 else ():
                 digest.update(module.full_precision(p).detach().view(torch.uint8).numpy())
 
@@ -194,15 +195,17 @@ NO_DRIVE = ("weights.drive=null",)
 
 
 def in_turn(place: str) -> dict:
-    """Runs one of the two alternating loops. Args: place: the override that says where masters and state are."""
+    """Runs one of the two loops that alternate steps. Args: place: the override that says where masters and state
+    are."""
     return streamed.in_turn("weights=streamed", [place])
 
 
 def share(folder: str, blocks: int = 12, elements: int = 1 << 26) -> dict:
-    """Times a drive without computation, and returns figures in seconds and bytes per second.
+    """Times a drive without computation, and returns medians.
 
-    `seconds`: to read and write all blocks one after the other, as in a step; `alone`: to read all files at once and
-    then write them; `read`, `written`: the bytes per second of the latter.
+    `seconds` is the time to read and write all blocks one after the other, as in a step. `alone` is the time to read
+    all files at once and then write all files at once; `read` and `written` are the bytes per second of these two
+    parts.
     """
     drive = Drive(Path(folder))
     every = SwapFiles(drive)

@@ -3,9 +3,10 @@
 python -m benchmarks.gpt2_xl             # about 20 minutes on two cores, 20 GiB of memory, 20 GiB of disk
 
 For the card, it counts the peak of one micro-batch of experiment=gpt2_xl_12gb by category, on fake tensors, which have
-a shape and no memory. On a CPU, it trains from random weights, with 1 x 256 tokens, masters of bf16 weights and 8-bit
-AdamW. Each training runs in a separate process, whose resident memory is measured from outside, including construction,
-saving and export. With a CUDA device the recipe itself also runs, under a cap of 12 and of 6 GiB.
+shapes but no memory. On a CPU, it trains from random weights, with 1 x 256 tokens, masters of bf16 weights and 8-bit
+AdamW. Each training runs in a separate process. This process measures its resident memory, including construction,
+saving and export. With a CUDA device, experiment=gpt2_xl_12gb also runs, under a cap of 12 GiB and under a cap of 6
+GiB.
 """
 
 import argparse
@@ -46,7 +47,8 @@ def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, l
     """Runs train.py in a separate process and watches its resident memory.
 
     Args:
-        seconds: time limit. A run that exceeds it is killed: its rows until then are returned, with {} as its summary.
+        seconds: time limit; None: no limit. A run that exceeds it is killed. Then the rows that it has written are
+            returned, and the summary is {} unless it has been written.
 
     Returns:
         (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes).
@@ -72,7 +74,8 @@ def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, l
 
 
 def _rows(file: Path) -> list[dict]:
-    """Reads the rows of a csv file; for a run that was stopped, up to the last complete line."""
+    """Returns the rows of a csv file; [] if it does not exist. A row that lacks columns, as a killed run may write it,
+    is left out."""
     if not file.exists():
         return []
     with file.open(newline="") as lines:
@@ -80,7 +83,7 @@ def _rows(file: Path) -> list[dict]:
 
 
 def row(name: str) -> dict:
-    """Measures a run with its checkpoint and export, and a run that resumes it."""
+    """Measures a run with its checkpoint and export, and then a run that resumes it."""
     folder = Path(os.environ["ROW_FOLDER"])
     first, again = folder / "first", folder / "again"
     summary, memory, metrics, highest = watched([*MODEL, *SHORT, *QUIET, *ROWS[name], f"hydra.run.dir={first}"])
@@ -104,7 +107,8 @@ def row(name: str) -> dict:
 
 
 def alone() -> dict:
-    """Times forward and backward of the model without an optimizer; each gradient is freed as soon as it exists."""
+    """Times forward and backward of the model without an optimizer. Each gradient is freed as soon as it has been
+    computed."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -126,10 +130,11 @@ def alone() -> dict:
 
 
 def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, seconds: float | None = None) -> dict:
-    """Runs the recipe under a memory cap, with optimizer steps of 64 x 1024 tokens, by default on a CUDA device. Under
-    the smallest cap, block inputs are offloaded.
+    """Runs experiment=gpt2_xl_12gb under a memory cap, with optimizer steps of 64 x 1024 tokens, by default on a CUDA
+    device. Under the smallest cap of CAPS, block inputs are offloaded.
 
-    Args: typed: further overrides; seconds: time limit, after which the run is killed. Its steps until then count.
+    Args: typed: further overrides; seconds: time limit, after which the run is killed. The steps until then are
+    returned.
     """
     folder = Path(os.environ["ROW_FOLDER"]) / "run"
     lines = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", f"max_steps={steps}"]
@@ -151,7 +156,7 @@ def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, s
 
 
 def _pace(logged: list[dict]) -> dict[str, float | None]:
-    """Returns the pace of the logged steps after the first one; None if fewer than two steps are logged."""
+    """Returns the speed of the logged steps after the first. The values are None if fewer than two steps are logged."""
     times, tokens = ([float(row[key]) for row in logged] for key in ("seconds", "tokens"))
     if len(logged) < 2:
         return {"seconds_per_step": None, "tokens_per_second": None}

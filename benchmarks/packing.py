@@ -1,13 +1,15 @@
-"""Tests packing of documents into rows on every causal family of transformers: a family must be exact or be refused.
+"""Tests packing of documents into rows on every causal language model family of transformers. A family must be exact or
+refused.
 
 python -m benchmarks.packing          # some minutes on one core
-python -m benchmarks.packing gemma2   # only these families, printed and not saved
+python -m benchmarks.packing gemma2   # only this family, printed and not saved
 
-Families are shrunk as in `architectures.py`, in fp32 and without dropout; some documents are longer than the sliding
-windows of attention. Logits and gradients are compared with the results for each document in a separate row; errors are
-relative to the largest element. Padded rows, which need no mask, are compared in the same way. `exact` and `refused`
-are what a run's check decides before it trains; if the errors contradict this check, the verdict is `wrong`. A family
-whose small model lacks one of its kinds of blocks is never `exact`. A family that is not causal is always refused.
+Families are made small as in `architectures.py`, in fp32 and without dropout. Some documents are longer than the
+sliding windows of attention. Logits and gradients of packed rows, and of padded rows without a mask, are compared with
+the results for each document in a separate row. Errors are relative to the largest element. `exact` and `refused` are
+the decisions of the check that a run makes before it trains; if the errors of packed rows contradict the decision, the
+verdict is `wrong`. A family whose small model lacks one of its kinds of blocks is never `exact`. A family that is not
+causal is always refused.
 """
 
 import argparse
@@ -37,10 +39,10 @@ from lowmem.model.document_attention import BY_DOCUMENT, MASKED
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.cross_entropy import full
 
-LENGTHS = (11, 2, 17, 10)  # tokens of the documents of a row
+LENGTHS = (11, 2, 17, 10)  # lengths of the documents of a row, in tokens
 ROWS = 2
 EXACT = 1e-5  # largest relative error of fp32 sums in another order
-# Families that cannot train on rows of these lengths.
+# family -> why it cannot train on rows of these lengths
 NOT_MEASURED = {"reformer": "it trains only rows of whole chunks, and documents have other lengths"}
 COLUMNS = ("verdict", "attention", "logits", "gradients", "padded logits", "padded gradients")
 
@@ -62,8 +64,8 @@ def _labels(document: Tensor) -> Tensor:
 
 
 def computed(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
-    """Returns (logits (n, V) at all positions with a label, gradients of all parameters as one vector). The gradients
-    are summed over the batches."""
+    """Returns (logits (n, V) at all positions with a label, gradients of all parameters in one vector, summed over the
+    batches)."""
     model.zero_grad()
     logits = []
     for batch in batches:
@@ -85,7 +87,7 @@ def measured(architecture: dict) -> dict[str, str | float]:
     documents = [torch.randint(4, VOCABULARY - 1, (length,), generator=draw) for length in LENGTHS * ROWS]
     with packed_attention.own_mask(model):
         right = computed(model, [padded([document]) for document in documents])
-        alone = computed(model, [padded(documents)])  # as in a run: padded rows need no mask of documents
+        alone = computed(model, [padded(documents)])  # as in a run, padded rows have no mask of documents
     row = packed(documents)
     try:
         packed_attention.verify(model, row.input_ids)
@@ -106,7 +108,7 @@ def measured(architecture: dict) -> dict[str, str | float]:
 
 
 def family(model_type: str) -> dict[str, str | float]:
-    """Returns the cells of a family; if nothing could be measured, its verdict says why."""
+    """Returns the cells of a family. If it could not be measured, there is only the verdict, which says why."""
     if model_type in IMPOSSIBLE:
         return {"verdict": f"not built: {IMPOSSIBLE[model_type]}"}
     if model_type in NOT_MEASURED:
@@ -120,7 +122,8 @@ def family(model_type: str) -> dict[str, str | float]:
 
 
 def table(families: Mapping[str, Mapping]) -> str:
-    """Returns the counts of verdicts, a table with one row per family, and the verdicts of families without numbers."""
+    """Returns the counts of verdicts, a table with one row per measured family, and the verdicts of the other
+    families."""
     counts = Counter(row["verdict"].split(":")[0] for row in families.values())
     lines = [", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".", ""]
     lines += ["| family | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]

@@ -1,4 +1,4 @@
-"""Draws the SVG pictures of docs/, from the results of benchmarks and from the source.
+"""Draws the SVG pictures of docs/ from the results of benchmarks and from the source.
 
 python -m benchmarks.pictures            # ten seconds
 
@@ -42,7 +42,7 @@ def legend(picture: Picture, y: float, kinds: dict[str, float]) -> None:
 
 
 def note(picture: Picture, words: str) -> None:
-    """Writes a wrapped footnote at the bottom."""
+    """Writes a wrapped footnote at the bottom of a picture."""
     lines = textwrap.wrap(" ".join(words.split()), 118)
     picture.lines(MARGIN, picture.height - 16 * len(lines) - 2, lines, step=16, size=11, role="soft")
 
@@ -62,7 +62,7 @@ WHY = {
 
 
 def capacity() -> Picture:
-    """Draws bars of the memory that each recipe needs on the card, the host and the drive."""
+    """Draws bars: the memory that each recipe needs on the card, the host and the drive."""
     rounds = stored("capacity")["rounds"]
     rows = {name: rounds[name][0] for name in RECIPES}
     top, step, left, scale = 128, 78, 104, 2.95
@@ -108,13 +108,13 @@ def capacity() -> Picture:
 
 
 def typed(overrides: list[str]) -> str:
-    """Returns the overrides of a row that its heading does not mention."""
+    """Returns the overrides of a row that the heading of the picture does not mention."""
     return " ".join(line for line in overrides if line not in ("model=llama-3.1-8b", "seq_len=2048"))
 
 
 def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
-    """Draws a bar of the card memory that a recipe needs, by category, inside an outline of the card's size; below it
-    bars of host memory and drive."""
+    """Draws the card memory that a recipe needs as a bar with a part per category, inside an outline of the card's
+    size. Draws bars of host memory and drive below."""
     picture.box(x, y, row["card_size_bytes"] / GIB * scale, 18, "panel", edge="edge")
     at = x
     parts = {kind: size for kind, size in row["tensor_bytes_by_category"].items() if kind != "other"}
@@ -132,11 +132,11 @@ def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
 
 
 class Panel(NamedTuple):
-    """Where the bytes of one parameter are stored in one recipe, and how many are copied in an optimizer step."""
+    """Where one recipe stores the bytes of a parameter, and how many bytes per parameter an optimizer step copies."""
 
     title: str
     typed: str
-    card: dict[str, float]  # bytes per parameter by category
+    card: dict[str, float]  # category -> bytes per parameter; also of host and drive
     says_card: str
     host: dict[str, float]
     says_host: str
@@ -147,7 +147,7 @@ class Panel(NamedTuple):
 
 
 STATE = 2.03  # bytes per parameter of adamw8bit's state: two 8-bit moments, each with an fp32 scale per 256 elements
-TWO_BLOCKS = 2 * 2 / 32  # bytes per parameter of the model, for two of its 32 blocks in 16 bits
+TWO_BLOCKS = 2 * 2 / 32  # bytes of two of 32 blocks in 16 bits, divided by the number of parameters in all blocks
 MASTERS = "precision=bf16-master optim=adamw8bit clip=null"
 STREAMED = "gradient_checkpointing=offload loss=tiled weights=streamed"
 PANELS = [
@@ -198,7 +198,7 @@ PANELS = [
 
 
 def card_host_drive() -> Picture:
-    """Draws where the bytes of a parameter are stored, and how many are copied in a step, for each of PANELS."""
+    """Draws PANELS: where the bytes of a parameter are stored, and how many are copied in a step."""
     top, step = 96, 142
     height = top + step * len(PANELS) + 96
     picture = Picture(
@@ -249,7 +249,7 @@ def stack(picture: Picture, x: float, y: float, wide: float, parts: dict[str, fl
 
 
 def exchange(picture: Picture, left: float, right: float, y: float, to_right: str, to_left: str) -> None:
-    """Draws an arrow in each direction, with its label above it."""
+    """Draws an arrow in each direction. `to_right` and `to_left` are the labels above the arrows."""
     middle = (left + right) / 2
     picture.text(middle, y + 22, to_right, size=11, anchor="middle")
     picture.arrow([(left, y + 30), (right, y + 30)], wide=2)
@@ -264,9 +264,9 @@ class Symptom(NamedTuple):
     """A symptom, and the overrides that help.
 
     Args:
-        kind: its colour in memory.png.
+        kind: the colour of its mark: a category of memory.png, host or bad.
         seen: how a user recognizes it.
-        words: pairs of (overrides, their price), the best pair first.
+        words: pairs of (overrides, their price), the recommended pair first.
     """
 
     kind: str
@@ -352,7 +352,7 @@ SYMPTOMS = [
 
 
 def symptoms() -> Picture:
-    """Draws a decision tree from each symptom to the overrides that help, and their price."""
+    """Draws a decision tree from each symptom to the overrides that help, with their price."""
     top, step, trunk = 112, 88, 34
     height = top + step * len(SYMPTOMS) + 16
     picture = Picture(
@@ -436,7 +436,8 @@ ROOMS = {  # from top to bottom: a folder imports only from the folders below it
 
 
 def modules() -> Picture:
-    """Draws the folders of src/lowmem in a column, and next to each a dot for every folder that it imports."""
+    """Draws the folders of src/lowmem in a column. In the row of a folder, a dot marks each folder from which it
+    imports."""
     top, step, cell, left = 76, 40, 23, 480
     height = top + step * len(ROOMS) + 34
     picture = Picture(
@@ -462,7 +463,7 @@ def modules() -> Picture:
 
 
 def imported() -> dict[str, set[str]]:
-    """Returns {folder of src/lowmem: the other folders that its files import}."""
+    """Returns folder of src/lowmem -> the other folders from which its files import."""
     source, found = ROOT / "src" / "lowmem", {room: set() for room in ROOMS}
     for file in source.rglob("*.py"):
         room = file.relative_to(source).with_suffix("").parts[0]

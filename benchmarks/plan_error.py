@@ -1,11 +1,12 @@
-"""Measures the planner's error: predicted over measured memory, phase by phase.
+"""Measures the planner's error by phase: predicted memory divided by measured memory, minus 1.
 
 python -m benchmarks.plan_error          # about 25 minutes on two cores, 8 GiB of memory
 
 Each row runs train.py in a separate process. Its summary.json has the prediction, which is made before the weights are
-loaded, and the meter's measurements. Both count live tensors with the same tracker, so the table also compares with the
-operating system's figure: the growth of the process's peak resident memory since just before the model was built. Two
-predictions are wrong on purpose, and the table must show their errors.
+loaded, and the measurements of the memory meter. The planner and the meter count live tensors with the same tracker.
+Therefore the table also compares with a figure of the operating system: how far the process's peak resident memory
+exceeds its resident memory just before the model was built. Two predictions are deliberately wrong, and the table must
+show their errors.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def sized(batch: int, length: int) -> list[str]:
     return [f"batch_size={batch}", f"seq_len={length}", f"val_sequences={batch}"]
 
 
-USUAL, FEW = sized(4, 256), sized(1, 16)  # FEW: for techniques that are slow on a CPU, such as emulated fp16
+USUAL, FEW = sized(4, 256), sized(1, 16)  # FEW: for techniques that are slow on a CPU, such as fp16
 FOUR = ["batch_size=2", "accumulation.sizes={0: 4}"]
 TECHNIQUES = {
     **{f"precision={p}": USUAL for p in ("32", "tf32", "bf16", "bf16-true", "bf16-sr", "bf16-master")},
@@ -69,7 +70,7 @@ MIXED = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Returns {name of a run: its overrides}."""
+    """Returns name of a run -> its overrides."""
     named = {"(as shipped)": [*GPT2, *USUAL]}
     for name, more in TECHNIQUES.items():
         named[name] = [*GPT2, *DRY, name, *more]
@@ -84,7 +85,7 @@ def rows() -> dict[str, list[str]]:
 
 
 def row(*arguments: str) -> dict:
-    """Runs train.py once. Returns pairs of predicted and measured bytes, and parts of the prediction."""
+    """Runs train.py once. Returns pairs [predicted bytes, measured bytes], and parts of the prediction."""
     summary = run_train([*SHORT, *arguments, "logger=none"])
     predicted, measured = summary["predicted"], summary["peak_bytes_by_phase"]
     libraries, before = predicted["host"]["libraries"], summary["rss_before_model_bytes"]
@@ -104,9 +105,9 @@ def row(*arguments: str) -> dict:
 
 
 def dropped_block() -> float:
-    """Returns a correct prediction for a run with gradient checkpointing, divided by a wrong one.
+    """Returns the correct prediction for a run with gradient checkpointing, divided by a wrong prediction.
 
-    The wrong prediction leaves out the activations inside the block that is being recomputed.
+    The wrong prediction leaves out the activations inside the recomputed block.
     """
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
@@ -172,7 +173,7 @@ def main() -> None:
     parser.add_argument("--only", help="rows whose name contains this, printed and not kept")
     parser.add_argument("--table", action="store_true", help="only the table again, from earlier measurements")
     options = options_of(parser, row)
-    # glibc returns freed blocks of 64 KiB or more at once, so that resident memory does not include them
+    # makes glibc return freed blocks of 64 KiB or more at once, so that resident memory does not include them
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     chosen = {name: more for name, more in rows().items() if options.only is None or options.only in name}
     if options.table:

@@ -1,11 +1,11 @@
-"""Tests whether the planner ranks recipes by speed as measurements do, and fits the two efficiencies of its roofline
+"""Tests whether the planner ranks recipes by speed in the measured order, and fits the two efficiencies of its roofline
 model.
 
 python -m benchmarks.plan_time           # about ten minutes on two cores
 
 The twelve recipes were chosen before anything was measured. Each runs in a separate process, in alternating rounds. The
-result is Kendall's tau over all pairs whose measured times differ by more than five per cent. The efficiencies
-(`COMPUTE` and `MEMORY` in lowmem/plan/cost/machine.py) minimize the squared error of log(seconds).
+result is Kendall's tau over the pairs whose measured times differ by more than 5 %. The fitted efficiencies (compare
+`COMPUTE` and `MEMORY` in lowmem/plan/cost/machine.py) minimize the squared error of log(seconds).
 """
 
 import argparse
@@ -23,7 +23,7 @@ MODEL = [
     *("model=gpt2", "model.pretrained=false", "model.architecture.n_layer=6", "seq_len=256", "batch_size=4"),
     *(f"model.architecture.{name}_pdrop=0.0" for name in ("resid", "embd", "attn")),
 ]
-SHARES = [number / 20 for number in range(4, 31)]  # efficiencies that are tried
+SHARES = [number / 20 for number in range(4, 31)]  # candidates for both efficiencies
 RECIPES = {  # five precisions, seven optimizers
     "32": ["precision=32"],
     "32, every_layer": ["precision=32", "gradient_checkpointing=every_layer"],
@@ -46,12 +46,12 @@ def typed(name: str) -> list[str]:
 
 
 def row(name: str) -> dict:
-    """Returns the measured seconds of a step."""
+    """Returns the measured seconds per step."""
     return {"seconds": run_train([*SHORT, *typed(name), "logger=none", "plan=off"])["seconds_per_step"]}
 
 
 def traced() -> dict[str, tuple]:
-    """Returns (run, trace) of each recipe."""
+    """Returns name of a recipe -> (run, trace)."""
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
     from lowmem.plan.tracing.trace import trace
@@ -61,11 +61,12 @@ def traced() -> dict[str, tuple]:
 
 
 def counted(rates: dict, traces: dict[str, tuple], compute: float, memory: float) -> dict[str, float]:
-    """Returns the planner's seconds per step of each recipe.
+    """Returns name of a recipe -> the seconds per step that the planner predicts.
 
     Args:
         rates: the fields of the measured `Machine`.
-        compute, memory: shares of the matmul rate and of the memory bandwidth that operators reach.
+        compute: share of the matmul rate that operators reach. memory: share of the memory bandwidth that operators
+            reach.
     """
     here = Machine(**rates)
     flops = {dtype: compute * rate for dtype, rate in here.flops.items()}
@@ -84,7 +85,7 @@ def fitted(rates: dict, traces: dict[str, tuple], timed: dict[str, float]) -> tu
 
 
 def tau(guess: dict[str, float], timed: dict[str, float]) -> float:
-    """Returns Kendall's tau over the pairs whose values in `timed` differ by more than five per cent."""
+    """Returns Kendall's tau over the pairs of recipes whose values in `timed` differ by more than 5 %."""
     pairs = [(a, b) for a, b in combinations(guess, 2) if max(timed[a], timed[b]) / min(timed[a], timed[b]) > 1.05]
     agree = sum((guess[a] < guess[b]) == (timed[a] < timed[b]) for a, b in pairs)
     return (2 * agree - len(pairs)) / len(pairs)

@@ -1,13 +1,13 @@
 """Measures the speed and the resident memory of tokenizing files of 1 and 3 GB.
 
-python -m benchmarks.prepare                     # half an hour on two cores, and 8 GB of disk
+python -m benchmarks.prepare                     # half an hour on two cores, 8 GB of disk
 python -m benchmarks.prepare --sizes 64 192      # MB
 
 The text consists of paragraphs of the standard library in random order, as one text file and as JSON lines. The
-tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. For each row of the table, a separate process
-reads, hashes, tokenizes and packs a file and writes its tokens, with all cores. The last column is the median time that
-a step waits for its accumulation window of 8 x 1024 tokens. The windows are read in the random order of an epoch, and
-the times assume that the file of tokens is in the system's page cache.
+tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. For each row of the table, a separate process uses all
+cores to read, hash, tokenize and pack a file and to write its tokens. The last column is the median time that a step
+waits for its accumulation window of 8 x 1024 tokens. Windows are read in the random order of an epoch, while the file
+of tokens is in the system's page cache.
 """
 
 import argparse
@@ -28,7 +28,7 @@ AT_ONCE = 2000  # paragraphs per write
 
 
 def make(kind: str, size: int, file: Path) -> None:
-    """Writes a file of about `size` bytes."""
+    """Writes a file of about `size` bytes. Args: kind: one of KINDS."""
     from lowmem.data.sources.text_files import stdlib
 
     source = "".join(stdlib(0.05).texts())
@@ -45,7 +45,8 @@ def make(kind: str, size: int, file: Path) -> None:
 
 
 def prepare(kind: str, size: int) -> dict:
-    """Writes and tokenizes one file. Returns the figures; the growth of resident memory does not include imports."""
+    """Writes and tokenizes a file. Returns the figures; `growth_bytes` is the growth of resident memory after
+    imports."""
     from lowmem.data import packing, token_store
     from lowmem.data.sources import jsonl, text_files
     from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes
@@ -78,7 +79,7 @@ def prepare(kind: str, size: int) -> dict:
 
 
 def waited(rows) -> float:
-    """Returns the median, over 100 steps, of the seconds that a step waits for its accumulation window."""
+    """Returns the median seconds that a step waits for its accumulation window, over 100 windows."""
     from lowmem.config.accumulation import fixed
     from lowmem.data.loader import Share, WindowLoader
 

@@ -1,10 +1,10 @@
-"""Defines models of other projects whose published peaks `published.py` compares. They only serve to trace memory: for
-example, the cosines and sines of RoPE are zeros.
+"""Defines the models of other projects whose published memory peaks are compared in `published.py`. They only serve to
+trace memory: for example, the cosines and sines of RoPE are zeros.
 
-Each block follows its project's source operator by operator, because the operators determine the tensors that autograd
-keeps: the dtype of a norm and of RoPE, the place where grouped keys and values are repeated, whether queries, keys and
-values are slices of one product (which stays in memory as long as any slice does), and whether attention's (T, T)
-scores exist. The models are registered with transformers, so that the planner traces them like any other model.
+Each block follows its project's source operator by operator, because the operators determine which tensors autograd
+keeps. Relevant are the dtypes of norms and RoPE, the place where grouped keys and values are repeated, whether queries,
+keys and values are slices of one product (which stays in memory as long as any slice does), and whether attention
+computes (T, T) scores. The models are registered with transformers, so that the planner can trace them.
 """
 
 import math
@@ -31,10 +31,10 @@ class DecoderConfig(PretrainedConfig):
         head_dim: int = 64,
         intermediate_size: int = 5632,
         rotary: int = 64,  # elements of a head that RoPE rotates
-        norm: str = "rms",  # rms: its weight multiplies in 16 bits; wide-rms: in fp32; layer: LayerNorm
+        norm: str = "rms",  # rms: RMSNorm that multiplies by its weight in 16 bits; wide-rms: in fp32; layer: LayerNorm
         gated: bool = True,  # True: SwiGLU; False: GELU
-        parallel: bool = False,  # attention and MLP read the same hidden states
-        one_product: bool = True,  # queries, keys and values are slices of one matrix product
+        parallel: bool = False,  # True: attention and MLP read the same hidden states
+        one_product: bool = True,  # True: queries, keys and values are slices of one matrix product
         repeated: str = "after",  # keys and values of a group are repeated "before" or "after" RoPE
         rope_dtype: str = "bfloat16",
         qkv_bias: bool = False,
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(self.sizes[0], config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Returns attention's output (B, T, H) for x (B, T, H) and cos, sin (T, rotary)."""
+        """Returns the output (B, T, H) for x (B, T, H) and cos, sin (T, rotary)."""
         products = [linear(x) for linear in self.inputs]
         slices = products[0].split(self.sizes, dim=-1) if self.config.one_product else products
         del products
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """Repeats (B, groups, T, D) to (B, heads, T, D), which copies if there are fewer groups than heads."""
+        """Repeats (B, groups, T, D) to (B, heads, T, D). Copies if there are fewer groups than heads."""
         times = self.config.num_attention_heads // self.config.num_key_value_heads
         return x if times == 1 else x.repeat_interleave(times, dim=1)
 
@@ -158,7 +158,7 @@ class Decoder(PreTrainedModel):
 
 
 class BookConfig(PretrainedConfig):
-    """Configures the GPT of LLMs-from-scratch, for each step of the book's chapter on speed."""
+    """Configures the GPT of LLMs-from-scratch at each step of the book's chapter on training speed."""
 
     model_type = "published-book"
 
@@ -170,8 +170,8 @@ class BookConfig(PretrainedConfig):
         num_attention_heads: int = 12,
         positions: int = 1024,
         dropout: float = 0.1,
-        mask: str | None = "kept",  # kept: a float buffer per block; made: new in each pass; None: torch's attention
-        own: bool = True,  # LayerNorm and GELU are written out in arithmetic; False: torch's own
+        mask: str | None = "kept",  # kept: a float buffer per block; made: made in each pass; None: torch's attention
+        own: bool = True,  # True: LayerNorm and GELU in elementary operations; False: torch's modules
         tie_word_embeddings: bool = False,
         **more: object,
     ) -> None:
@@ -193,12 +193,13 @@ class OwnLayerNorm(nn.Module):
 
 class OwnGELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        factor = torch.tensor(math.sqrt(2 / math.pi))  # a 0-dimensional tensor, which does not widen 16-bit ones
+        factor = torch.tensor(math.sqrt(2 / math.pi))  # a 0-dimensional tensor, so the product stays in 16 bits
         return 0.5 * x * (1 + torch.tanh(factor * (x + 0.044715 * torch.pow(x, 3))))
 
 
 class OwnAttention(nn.Module):
-    """Computes attention with scores (B, heads, T, T) that are masked in place and scaled; then softmax and dropout."""
+    """Computes attention with scores (B, heads, T, T), which are masked in place and scaled, then softmax and
+    dropout."""
 
     def __init__(self, config: BookConfig) -> None:
         super().__init__()

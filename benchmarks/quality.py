@@ -4,10 +4,11 @@ python -m benchmarks.quality                    # about two hours on two cores
 python -m benchmarks.quality --minutes 30       # continues an earlier call for half an hour
 python -m benchmarks.quality --only precision   # one part
 
-SmolLM2-135M-Instruct (tests/support/real_model.py) is trained on Python source that was written after it: the modules
-of transformers with a copyright of 2026. Two sets are held out: whole folders of such modules (new), and the reference
-of the Python language (old), English text that the model has probably seen before. Rows with the same seed train on the
-same batches. A difference matters only if it is larger than the spread between seeds.
+SmolLM2-135M-Instruct (tests/support/real_model.py) is trained on Python source that is newer than the model: the
+modules of transformers with a copyright of 2026. Validation has two sets: whole folders of such modules that are held
+out (new), and the reference of the Python language (old), English text that the model has probably seen before. Rows
+with the same seed train on the same batches. A difference matters only if it is larger than the spread between seeds.
+Rows with stored results are not measured again.
 """
 
 import argparse
@@ -26,13 +27,13 @@ from benchmarks.runner import machine, options_of, real_model, row, run_train, s
 from lowmem.system.process import processor
 
 STEPS, SEEDS = 30, (0, 1, 2)
-PRECISIONS = ("32", "bf16", "bf16-master", "bf16-sr", "bf16-true", "16-master")  # trained with each of SEEDS
+PRECISIONS = ("32", "bf16", "bf16-master", "bf16-sr", "bf16-true", "16-master")  # each is trained with each of SEEDS
 UNTRAINED = "max_steps=1 lr=1e-12"
 BASE = [
     *("data=text", "seq_len=256", "batch_size=4", f"max_steps={STEPS}", "scheduler.warmup_steps=4", "val_sequences=32"),
     *("val_every=1000", "save_every=1000", "logger=none", "sample_tokens=0", "plan=off", "lr=5e-5"),
 ]
-HELD_OUT = 8  # one of this many folders is held out
+HELD_OUT = 8  # every eighth folder is held out
 OPTIMIZERS = {
     **dict.fromkeys(("adam8bit", "adamw8bit", "adamw4bit", "adafactor", "muon"), ()),
     "lion8bit": ("lr=1e-5",),
@@ -68,7 +69,7 @@ PARTS: Mapping[str, Mapping[str, list[str]]] = {
 
 
 def texts(folder: Path) -> list[str]:
-    """Writes the texts to train on and the two held-out sets. Returns the overrides that name them."""
+    """Writes the training texts and the two validation sets. Returns the overrides that name their folders."""
     train, new, old = (folder / name for name in ("train", "new", "old"))
     for place in (train, new, old):
         shutil.rmtree(place, ignore_errors=True)
@@ -84,7 +85,8 @@ def texts(folder: Path) -> list[str]:
 
 
 def train(*lines: str) -> dict:
-    """Trains a row in this process. Returns the bits per byte of both held-out sets, the time and the memory."""
+    """Trains a row in this process. Returns the bits per byte of both validation sets, the seconds per step, the peak
+    device bytes and the number of trained parameters."""
     folder = Path(os.environ["ROW_FOLDER"])
     model = ["model=hf", f"model.name={real_model()}", f"cache_dir={folder / 'cache'}"]
     summary = run_train([*model, *BASE, *texts(folder / "texts"), *lines])
@@ -98,7 +100,8 @@ def train(*lines: str) -> dict:
 
 
 def table(results: Mapping[str, dict]) -> str:
-    """Returns Markdown: each row compared with fp32 and AdamW with the same seed, and the spread between seeds."""
+    """Returns Markdown: each row compared with the row of fp32 and AdamW with its seed (0 if it names none; the
+    untrained model if this row is missing), and a table of the spread between seeds."""
     lines = [
         "| `python train.py` ... | bits per byte: new | against fp32 | old | against fp32 | s per step |",
         "|---|---|---|---|---|---|",
@@ -118,8 +121,8 @@ def table(results: Mapping[str, dict]) -> str:
 
 
 def seeds(results: Mapping[str, dict]) -> list[str]:
-    """Returns the lines of a table of PRECISIONS; [] until fp32 has been trained with all seeds. Differences are
-    paired by seed."""
+    """Returns the lines of a table of PRECISIONS, in which differences are taken between rows of equal seed; [] until
+    fp32 has been trained with all seeds."""
     lines = [
         "| precision | new against fp32: mean of seeds | least | largest | fp32 itself: spread of seeds |",
         "|---|---|---|---|---|",

@@ -1,12 +1,12 @@
-"""Compares the predicted with the measured memory of two ranks on a CPU, for every strategy that two ranks can use.
+"""Compares predicted and measured memory of two ranks on a CPU, for each of STRATEGIES.
 
-It also predicts the memory and the exchanged bytes of a model of 70B parameters on 8, 64 and 512 cards.
+It also predicts the memory and the exchanged bytes of a model with 70B parameters on 8, 64 and 512 cards.
 
 python -m benchmarks.ranks          # about 15 minutes on two cores
 
-Each row of table 1 is a real train.py with two ranks over gloo. Rank 0 makes the prediction when it starts, in one
-process, with a simulated process group; each rank measures its live tensors with its own tracker. A prediction is for
-the rank that needs most memory, and is compared with that rank. Table 2 is only predicted, without any card.
+Each row of the measured table is a run of train.py with two ranks over gloo. When rank 0 starts, it makes the
+prediction in its own process, with a simulated process group. Each rank measures its live tensors. A prediction is for
+the rank that needs the most memory, and is compared with that rank. The other table is only predicted, without cards.
 """
 
 import argparse
@@ -53,8 +53,8 @@ def shape(size: str) -> list[str]:
 
 
 def row(strategy: str, size: str, way: str) -> dict:
-    """Trains on two ranks. Returns bytes by phase, predicted by rank 0 and measured on each rank; if training fails,
-    {"refused": the last line of its error}."""
+    """Trains on two ranks. Returns bytes by phase, as predicted by rank 0 and as measured on each rank. If training
+    fails, returns "refused" -> the last line of its error."""
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         lines = [*LLAMA, *shape(size), *SHORT, *WAYS[way], "seq_len=128", f"strategy={strategy}", "devices=2"]
@@ -73,12 +73,12 @@ def row(strategy: str, size: str, way: str) -> dict:
 
 
 def on_paper(lines: tuple[str, ...], devices: int) -> dict:
-    """Runs plan.py. Returns the bytes of a card and of a host with eight cards, and the bytes that a card receives per
-    step."""
+    """Runs plan.py. Returns the bytes that a card and a host with eight cards need, the bytes that a card receives per
+    step, and the seconds of planning."""
     with TemporaryDirectory() as folder:
         typed = [*PAPER, *lines, f"devices={devices}", f"hydra.run.dir={folder}"]
         done = subprocess.run([sys.executable, "plan.py", *typed], capture_output=True, text=True, cwd=ROOT)
-        if done.returncode not in (0, 2):  # 2: it does not fit
+        if done.returncode not in (0, 2):  # 2: the recipe does not fit
             raise SystemExit(done.stderr)
         planned = json.loads((Path(folder) / "plan.json").read_text())
     need = planned["recipes"][0]
@@ -97,7 +97,8 @@ def highest(file: Path) -> dict[str, int]:
 
 
 def error(result: dict) -> float:
-    """Returns predicted / measured - 1, of the highest phase on the rank that needs the most memory."""
+    """Returns predicted / measured - 1 of the peaks: the highest predicted phase, and the highest measured phase of any
+    rank."""
     return max(result["predicted"].values()) / max(max(ranks.values()) for ranks in result["measured"]) - 1
 
 

@@ -1,9 +1,9 @@
-"""Draws docs/window.png: when an accumulation window computes, copies and runs the optimizer, for both orders of
-streamed weights.
+"""Draws docs/window.png. The picture shows when an accumulation window computes, copies and runs the optimizer, for
+both orders of streamed weights.
 
-A small model is trained on a CPU, where copies take no time of their own. A simulated clock counts the times of a card
-with a slow link: computing a block takes 1 in forward and 3 in backward, copying its 16-bit weights takes 4, and its
-optimizer step on the host takes 2.
+A small model is trained on a CPU, where copies run synchronously. A simulated clock assumes the times of a card with a
+slow link, in units: computing a block takes 1 in forward and 3 in backward, copying its 16-bit weights takes 4, and
+updating it on the host takes 2.
 
 python -m benchmarks.window_lanes        # half a minute.
 """
@@ -40,7 +40,7 @@ Interval = tuple[float, float, int]  # start, end, number of the block
 
 
 class At:
-    """An event at a time of the simulated clock."""
+    """An event that is complete at a time of the simulated clock."""
 
     def __init__(self, time: float) -> None:
         self.time = time
@@ -50,11 +50,11 @@ class At:
 
 
 class Clock:
-    """A copy lane with simulated times, which also times the gradients and updates of a link.
+    """A copy lane with simulated times. It also times the gradients that a link copies and the updates that it runs.
 
     Args:
         weights: the streamed weights of the trained model.
-        link: the link of the run, whose `fetch` and `update_block` are wrapped.
+        link: the run's link. Its `fetch` and `update_block` are wrapped.
     """
 
     registers = True
@@ -73,8 +73,8 @@ class Clock:
         link.fetch, link.update_block = self.fetches, self.steps
 
     def takes(self, lane: str, number: int, start: float, duration: float) -> float:
-        """Records an interval that begins at `start`, or later when the lane is free. Returns its start. Does not
-        record evaluations."""
+        """Records an interval of a lane and returns its start: `start`, or when the lane is free if that is later. Does
+        not record evaluations."""
         if not (torch.is_grad_enabled() or in_backward()):  # an evaluation
             return start
         start = max(start, self.free[lane])
@@ -97,7 +97,7 @@ class Clock:
 
     def copy(self, to: Tensor, source: Tensor, after: At) -> At:
         to.copy_(source)
-        if source.data_ptr() not in self.memory:  # some rows of the embedding
+        if source.data_ptr() not in self.memory:  # weights outside of blocks, such as rows of the embedding
             return At(self.now)
         self.takes("copies up", self.memory[source.data_ptr()], max(self.now, after.time), COPY)
         return At(self.free["copies up"])
@@ -114,7 +114,7 @@ class Clock:
     # --- a link -------------------------------------------------------------------------------------------------------
 
     def fetches(self, gradient: Tensor, receive: object) -> None:
-        """Times the copy of a block's gradient to the host, then calls the link's `fetch`."""
+        """Times the copy of a gradient to the host if it is a block's, then calls the link's `fetch`."""
         number = self.numbers.get(id(getattr(getattr(receive, "__self__", None), "weight", None)))
         if number is not None:
             start = self.takes("copies down", number, self.now, COPY * gradient.nbytes / self.sizes[number])
@@ -122,7 +122,7 @@ class Clock:
         self.fetch(gradient, receive)
 
     def steps(self, host_block: object, compute: object) -> None:
-        """Times the update of one weight of a block, then calls the link's `update_block`."""
+        """Times the update of one weight if it is a block's, then calls the link's `update_block`."""
         if id(host_block) in self.host_blocks:
             number = self.host_blocks[id(host_block)]
             self.takes("host steps", number, self.free["copies down"], STEP / len(host_block.spans))

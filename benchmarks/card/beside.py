@@ -1,8 +1,8 @@
-"""Times Llama-3.2-1B's shapes (1.24B parameters) in lowmem and in other training loops.
+"""Times the training of Llama-3.2-1B's shapes (1.24B parameters) in lowmem and in other training loops.
 
-The loops that are compared train the same random weights on the same rows, with the optimizer, the schedule and the
-clipping that lowmem builds. The weights are in fp32, with bf16 autocast; a step has 8 sequences of 2048 tokens, in two
-micro-batches. `variants` and `tf32` time other precisions and losses in lowmem alone.
+All loops of `loops` train equal random weights on equal rows, with the optimizer and schedule that lowmem builds and
+with lowmem's clipping. The weights are in fp32, with bf16 autocast. A step has 8 sequences of 2048 tokens, in two
+micro-batches. `variants` and `tf32` time other recipes in lowmem only.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from benchmarks.card.blocks import Blocks, attempt, flops_per_token, in_turns, s
 from benchmarks.card.case import Here, LeftOut
 
 NAME = "1.24B, bf16"
-NEEDED = 60  # GiB: fp32 weights, gradients and AdamW's state 18.4, activations of 8,192 tokens 25, logits 10
+NEEDED = 60  # GiB: weights, gradients and AdamW's state in fp32 18.4, activations of 8,192 tokens 25, logits 10
 VARIANTS = (
     *("1.24B, bf16-true", "1.24B, bf16, chunked loss", "1.24B, bf16-true, tiled loss"),
     *("1.24B, bf16, compiled", "1.24B, bf16-true, compiled"),
@@ -25,8 +25,8 @@ PLAIN = "a plain PyTorch loop"
 
 
 def loops(here: Here) -> Iterator[dict]:
-    """Yields the rows of lowmem and a plain loop, which alternate, then of Lightning, transformers.Trainer and TRL's
-    SFTTrainer, which run once each.
+    """Yields the rows of lowmem and of a plain loop, which run twice in turns, then the rows of Lightning,
+    transformers.Trainer and TRL's SFTTrainer, which run once.
 
     Raises:
         LeftOut: the card is too small.
@@ -46,10 +46,10 @@ def loops(here: Here) -> Iterator[dict]:
 
 
 def frameworks() -> dict[str, Callable]:
-    """Returns {name of a framework: its loop}."""
+    """Returns name of a framework -> its loop."""
 
     def sft(loop: others.Materials, watch: Blocks) -> None:
-        from benchmarks.card.sft import sft as train  # here, because TRL may not be installed
+        from benchmarks.card.sft import sft as train  # imported here, because TRL may not be installed
 
         train(loop, watch)
 
@@ -65,7 +65,7 @@ def variants(here: Here) -> Iterator[dict]:
 
 
 def tf32(here: Here) -> Iterator[dict]:
-    """Runs a recipe alternately with TF32 and with fp32 matmuls, and yields a row for each."""
+    """Runs a recipe with TF32 matmuls and with fp32 matmuls in turns, and yields a row for each."""
     fast, slow = "1.24B, tf32", "1.24B, fp32"
     rows = dict(in_turns({n: lambda n=n: ours.train(n, here, Blocks(here, 5)) for n in (fast, slow)}, here))
     times = [seconds_per_step(rows[name]) for name in (slow, fast)]
@@ -84,7 +84,7 @@ def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | 
     Args:
         by: name of the loop.
         run: name of a run of `recipes.RUNS`.
-        watch: times the loop's steps; None: a block of `steps(here)` steps.
+        watch: times the loop's steps; None: `Blocks` of `steps(here)` steps.
     """
     watch = watch or Blocks(here, steps(here))
     typed = recipes.typed(run, here, f"max_steps={watch.all_steps}")
@@ -108,10 +108,11 @@ def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | 
 
 
 def compared(mine: dict, theirs: dict, speed: str = "lowmem's speed over this loop's") -> dict[str, object]:
-    """Returns the ratio of two loops' speeds and the largest relative difference of their losses; {} if a loop failed.
+    """Returns the ratio of two loops' speeds, and the largest relative difference between their losses; {} if a loop
+    failed.
 
     Args:
-        speed: the name of the ratio, which is the speed of `mine` over that of `theirs`.
+        speed: name of the ratio, which is the speed of `mine` divided by the speed of `theirs`.
     """
     times = [seconds_per_step(row) for row in (mine, theirs)]
     if None in times:

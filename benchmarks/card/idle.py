@@ -1,8 +1,9 @@
-"""Measures how much of a step the card is idle, and how often a step waits for the card, in five training loops.
+"""Measures for which share of the time the card is idle, and how often a step waits for the card, in five training
+loops.
 
-A loop that reads a number from the card, such as the loss, waits until all queued work is done, and the card is idle
+A loop that reads a number from the card, such as the loss, waits until the queued work is done. Then the card is idle
 until new work is queued. GPT-2 124M shows such waits best, because its steps take less than 20 ms. The model with 1.24B
-parameters has a size that people train on such a card.
+parameters has a more usual size for such a card.
 """
 
 import warnings
@@ -21,9 +22,9 @@ from benchmarks.card.blocks import Blocks, attempt
 from benchmarks.card.case import Here
 
 RUNS = ("GPT-2 124M, bf16", "1.24B, bf16")
-STEPS = 3  # steps that are profiled, and steps in which waits are counted
+STEPS = 3  # number of steps that are profiled, and number of further steps in which waits are counted
 READS = ("aten::_local_scalar_dense", "aten::nonzero")  # operators whose result the host reads
-WAITED = "called a synchronizing CUDA operation"  # torch also warns once that counting such operations is a prototype
+WAITED = "called a synchronizing CUDA operation"  # not in torch's warning that this mode is a prototype
 
 
 def loops(here: Here) -> Iterator[dict]:
@@ -44,7 +45,8 @@ def _row(here: Here, run: str, by: str, train) -> dict:
 
 
 class Profiled(Blocks):
-    """Profiles STEPS steps, then counts waits in STEPS more. Profiling slows the steps, so their seconds are unused."""
+    """Profiles STEPS steps, then counts waits in STEPS more steps. Their seconds are not used, because profiling slows
+    steps."""
 
     def __init__(self, here: Here) -> None:
         super().__init__(here, 2 * STEPS)
@@ -69,7 +71,8 @@ class Profiled(Blocks):
             self.found["waits per step"] = waits(self._messages) / STEPS
 
     def close(self) -> None:
-        """Ends active measurements. Also called after an error, because the next loop runs in the same process."""
+        """Ends active measurements. It must also be called after an error, because the next loop runs in the same
+        process."""
         self._under_way.close()
 
     def _end_profile(self) -> None:
@@ -89,20 +92,21 @@ class Profiled(Blocks):
 
 
 def waits(messages: Iterable[warnings.WarningMessage]) -> int:
-    """Returns how many of torch's warnings say that the host has waited for the card."""
+    """Returns the number of torch's warnings that the host has waited for the card."""
     return sum(WAITED in str(one.message) for one in messages)
 
 
 def on_card(events: Iterable[FunctionEvent]) -> Iterator[tuple[float, float]]:
-    """Yields (start, end) of kernels and copies on the card. Skips named regions, such as an optimizer's step: such an
-    event reaches from its first kernel to its last one and includes the gaps between them."""
+    """Yields (start, end) of kernels and copies on the card. Skips named regions, such as an optimizer's step, because
+    their events include the gaps between kernels."""
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             yield event.time_range.start, event.time_range.end
 
 
 def idle(intervals: Iterable[tuple[float, float]]) -> float | None:
-    """Returns the share of idle time between the first start and the last end, or None without intervals."""
+    """Returns the share of the time from the first start to the last end that no interval covers, or None without
+    intervals."""
     ordered = sorted(intervals)
     if not ordered:
         return None

@@ -1,7 +1,7 @@
-"""Trains with lowmem in this process, as `python train.py` does, and returns the figures of the run.
+"""Trains with lowmem in this process, like `python train.py`, and returns the figures of the run.
 
-The plan, checkpoints, the export and W&B are off: a plan would take seconds of the card's time, and checkpoints of 8B
-parameters would take minutes. The memory meter and metrics.csv are on.
+The plan, checkpoints, the export and W&B are off, because a plan would take seconds and a checkpoint of 8B parameters
+minutes. The memory meter and metrics.csv are on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,21 +21,21 @@ from lowmem.model import loading
 from lowmem.system.quiet_libraries import quiet
 from lowmem.training import training, watchers
 
-POOL = (1 << 24) + 43  # numbers in the pool from which weights are copied; a prime, so that equal blocks differ
+POOL = (1 << 24) + 43  # size of the pool from which weights are copied; a prime, so that blocks of equal shape differ
 STD = 0.02
 
 
 @contextmanager
 def drawn_at_once(device: str) -> Iterator[None]:
-    """Replaces the random initialization of weights inside the `with` by copies from one pool of random numbers.
+    """Returns a context manager in which weights are initialized by copies from a pool of random numbers.
 
-    Drawing 8B numbers on the host takes minutes, and copying them takes seconds. The pool is drawn on the device.
-    Weights of zeros or ones would be multiplied faster than a trained model's are.
+    Drawing 8B numbers on the host takes minutes, and copying them takes seconds. Zeros or ones would not do, because a
+    card multiplies them faster than trained weights. The pool is drawn on the device.
     """
     torch.manual_seed(0)
     pool = (STD * torch.randn(POOL, device=device)).cpu().repeat(2)
     if device == "cuda":
-        torch.cuda.empty_cache()  # otherwise the run's reserved memory would include the pool's
+        torch.cuda.empty_cache()  # otherwise the run's reserved memory would include the pool
     start = 0
 
     def copied(tensor: Tensor, *_, **__) -> Tensor:
@@ -74,11 +74,11 @@ def checked(lines: Sequence[str]) -> Run:
 
 
 def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
-    """Trains until the watch's block has ended.
+    """Trains a run for the steps of a watch.
 
     Args:
         name: name of a run of `recipes.RUNS`.
-        more: further overrides, which come last.
+        more: further overrides, which take precedence.
 
     Returns:
         A row: tokens per step, FLOPs per token, the block, the losses, and the peak bytes of device and host.
@@ -87,7 +87,7 @@ def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
     with (
         drawn_at_once(here.device),
         patch.object(watchers, "Stop", in_blocks(watch)),
-        patch.object(MemoryMeter, "first", watch.warm_up),  # after the warm-up, only every 20th step is tracked
+        patch.object(MemoryMeter, "first", watch.warm_up),  # after the warm-up, the meter samples only every 20th step
         training.training_session(run, here.folder / "run", keeps=False) as trained,
     ):
         return {
@@ -102,8 +102,8 @@ def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
 
 
 def peaks(meter: MemoryMeter) -> dict[str, int | None]:
-    """Returns the peak bytes of a run: tensors on the device, memory that CUDA's allocator reserved (None on a CPU),
-    and resident memory of the process."""
+    """Returns the peak bytes of a run: of tensors on the device, of memory reserved by CUDA's allocator (None on a
+    CPU), and of the process's resident memory."""
     reserved = [int(row["reserved_peak_bytes"]) for row in meter.rows() if row.get("reserved_peak_bytes")]
     return {
         "peak_bytes": meter.peak_bytes["device"],
@@ -117,7 +117,7 @@ def in_blocks(watch: Blocks) -> type:
 
     class InBlocks(watchers.Stop):
         def on_train_batch_start(self, trainer, module, *_) -> None:
-            if trainer.global_step:  # the previous step ended with the last of its callbacks
+            if trainer.global_step:  # here all callbacks of the previous step have run
                 watch.end()
             watch.begin()
 

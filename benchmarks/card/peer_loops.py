@@ -1,11 +1,11 @@
-"""Training loops of RoundPipe 0.1.1 and TrainStream 0.4.1, as short as their own examples.
+"""Training loops for RoundPipe 0.1.1 and TrainStream 0.4.1, as short as the examples of these projects.
 
-RoundPipe's preset for Qwen3 calls transformers as of version 4 and raises a TypeError with version 5. The layers are
-therefore listed here, as for any model without a preset. RoundPipe's loss, in chunks of 4,096 tokens, is compiled;
-TrainStream's is not.
+RoundPipe's preset for Qwen3 is written for transformers 4 and raises a TypeError with version 5. Therefore `layers_of`
+lists the layers, as for a model without a preset. RoundPipe's loss, in chunks of 4,096 tokens, is compiled;
+TrainStream's loss is not.
 
 Both loops get the network in bf16 on the host, the rows of each step, and a watch that times the steps. They return the
-`traits` of the method, for comparison with lowmem's.
+`traits` of the method, which the page shows beside lowmem's.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ ADAMW = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 class Step(NamedTuple):
-    """Holds all rows of an optimizer step, on the host."""
+    """All rows of an optimizer step, on the host."""
 
     ids: Tensor  # (B, T)
     labels: Tensor  # (B, T): position t holds the token that follows input t
@@ -31,7 +31,7 @@ def traits(state: str, stale: bool, streams: bool) -> dict[str, bool | str]:
 
     Args:
         state: precision of the optimizer state.
-        stale: True if a step computes with the weights of the previous step.
+        stale: True if a step computes with weights that lack the update of the previous step.
         streams: True if the card does not hold all weights.
     """
     return {
@@ -46,7 +46,8 @@ def traits(state: str, stale: bool, streams: bool) -> dict[str, bool | str]:
 
 
 class Start(nn.Module):
-    """The first layer. Returns the embeddings (B, T, H), cos and sin of the rotary embedding, and the labels."""
+    """The first layer. Returns the embeddings (B, T, H), cos and sin of the rotary position embedding, and the
+    labels."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Block(nn.Module):
 
 
 class End(nn.Module):
-    """The last layer. Returns the mean cross entropy of a micro-batch, by RoundPipe's chunked loss."""
+    """The last layer. Returns the mean cross entropy of a micro-batch, computed by RoundPipe's chunked loss."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ def roundpipe(network: nn.Module, steps: list[Step], watch: Blocks, is_async: bo
     model = RoundPipe(layers_of(network), optim_dtype=torch.float32, name="peer", model_run_config=config)
     optimizer = Adam(model.optim_parameters(), **ADAMW, decoupled_weight_decay=True)
 
-    def step() -> None:  # runs in RoundPipe's thread
+    def step() -> None:  # RoundPipe's thread calls this
         optimizer.step()
         optimizer.zero_grad()
 
@@ -112,7 +113,7 @@ def roundpipe(network: nn.Module, steps: list[Step], watch: Blocks, is_async: bo
 
 
 class WithLoss(nn.Module):
-    """A network that computes its loss in `forward`, so that the hooks of the root module cover the loss, too."""
+    """A network that computes its loss in `forward`, so that hooks of the root module also cover the loss."""
 
     def __init__(self, network: nn.Module, chunked_cross_entropy: Callable) -> None:
         super().__init__()

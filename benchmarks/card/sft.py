@@ -1,12 +1,12 @@
-"""Trains with TRL's SFTTrainer, for comparison with the loops of `benchmarks.loops`: the same rows in the same order,
-and the same optimizer and schedule.
+"""Trains with TRL's SFTTrainer, for comparison with the loops of `benchmarks.loops`, on their rows in their order, with
+their optimizer and schedule.
 
 SFTTrainer computes the log-probabilities of the labels from hidden states in tiles, and so never stores all logits of a
 step. The loss is divided by the tokens of the step, as in the other loops; in fp32 it differs from theirs by about
 1e-6, because the sums are rounded in another order. SFTTrainer also computes an entropy and an accuracy, which it reads
 from the device at every micro-batch.
 
-Labels are shifted already, so they are passed as `shift_labels`: SFTTrainer's own collator would drop a position of
+The labels are already shifted, so they are passed as `shift_labels`. SFTTrainer's own collator would lose a position of
 each row.
 """
 
@@ -21,7 +21,7 @@ from benchmarks.loops import Batches, Materials, Watches, adding_losses, trainer
 
 
 def sft(loop: Materials, watch: Watches) -> None:
-    """Trains on all windows. Args: watch: receives the begin and end of each step, and the loss of each micro-batch."""
+    """Trains on all windows. Args: watch: is told when a step begins and ends, and the loss of each micro-batch."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -45,13 +45,14 @@ def sft(loop: Materials, watch: Watches) -> None:
 
 
 def collate(rows: Sequence[dict]) -> dict[str, Tensor]:
-    """Returns a micro-batch of rows of equal length. Trainer counts tokens in `labels`, SFTTrainer counts tokens in the
-    attention mask, and the loss reads `shift_labels`."""
+    """Returns a micro-batch; the rows must have equal lengths. Trainer counts tokens in `labels`, SFTTrainer counts
+    tokens in `attention_mask`, and the loss reads `shift_labels`."""
     ids, labels = (torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels"))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "shift_labels": labels}
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
-    """Returns a tokenizer of one word. SFTTrainer requires a tokenizer, but does not use it: the rows are tokens."""
+    """Returns a tokenizer with a single word. SFTTrainer requires a tokenizer, but does not use it, because the rows
+    contain tokens."""
     of_one = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
     return PreTrainedTokenizerFast(tokenizer_object=of_one, eos_token="<end>", pad_token="<end>")

@@ -1,9 +1,10 @@
-"""A copy lane that makes its memory inaccessible to the program during a copy: an access that comes too early crashes.
+"""A copy lane that makes memory inaccessible to the program during a copy, so that an access that comes too early
+crashes.
 
-Slots, host blocks and staging memory are mapped twice. A copy uses the second mapping, and runs as late as possible:
-when the program waits for it. From the start of a copy until then, the program's mapping of the destination is
-inaccessible, and its mapping of the source is read-only (`mprotect`). An access that comes too early is a segmentation
-fault, and `faulthandler` prints its line. Each case therefore runs in a separate process.
+Slots, host blocks and staging memory are mapped twice. The program uses the first mapping, and copies use the second. A
+copy runs as late as possible: when the program waits for it. From the call of `copy` until then, `mprotect` makes the
+program's mapping of the destination inaccessible, and its mapping of the source read-only. An access that comes too
+early is a segmentation fault, and `faulthandler` writes its line. Each case therefore runs in a separate process.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 class Memory:
     """A buffer with two mappings: `tensor` for the program, and `other` for copies. Args: size: in bytes."""
 
-    known: ClassVar[dict[int, "Memory"]] = {}  # by the address of the program's mapping
+    known: ClassVar[dict[int, "Memory"]] = {}  # address of the program's mapping -> buffer
 
     def __init__(self, size):
         self.bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -42,7 +43,7 @@ class Memory:
         return cls.known.get(tensor.untyped_storage().data_ptr())
 
     def hidden(self, tensor):
-        """Returns a view of the second mapping with the offset, dtype and shape of a tensor in the first one."""
+        """Returns a view of the second mapping, with the offset, dtype and shape of a tensor in the first mapping."""
         start = tensor.storage_offset() * tensor.element_size()
         return self.other[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -55,10 +56,10 @@ class Memory:
 
 
 class Copy:
-    """A copy that runs when the program waits for it, after all earlier copies in the same direction.
+    """A copy that runs when the program waits for it, after the earlier copies in its direction.
 
     Args:
-        before: the previous copy in the same direction, or None.
+        before: the previous copy in this direction, or None.
         after: an event that the copy waits for.
     """
 
@@ -90,7 +91,7 @@ class Copy:
 
 
 class ClosedLane(AtOnceLane):
-    """The copy lane. Args: registers: False: `register` refuses, as if memory could not be pinned."""
+    """The copy lane. Args: registers: False makes `register` return a reason, as if memory could not be pinned."""
 
     registers = True
 
@@ -117,8 +118,8 @@ class ClosedLane(AtOnceLane):
 
 
 class Torch:
-    """A stand-in for the module torch, whose `empty` maps uint8 tensors twice. Host blocks and slots use these
-    tensors."""
+    """Stands in for the module torch. Its `empty` returns `Memory` for uint8 tensors, which host blocks and slots
+    are."""
 
     def __getattr__(self, name):
         return self.empty if name == "empty" else getattr(torch, name)
@@ -129,7 +130,7 @@ class Torch:
 
 
 def live(log, wrong, registers, model, arguments, weights):
-    """Trains once, in a process that is started for this case.
+    """Trains one case. Runs in a process that is started for it.
 
     Args:
         log: file for the stack of a segmentation fault.

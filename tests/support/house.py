@@ -1,10 +1,10 @@
 """Checks three rules of the architecture that ruff cannot check. `make lint` runs this script.
 
-- No code compares a value with the name of a technique, or searches the name of a technique's class: the technique
-  declares its properties.
-- No code tests whether an object has a member of lowmem's classes (`hasattr(x, "chat")`): the base class has the
-  member, with a default. A line that tests an object of another library ends with `# theirs`.
-- Top-level classes of two files never share a name, so that a search for a name finds one class.
+- Code must not compare a value with the name of a technique, or look into the name of a technique's class. Instead, a
+  technique declares its properties.
+- Code must not test whether an object has a member of lowmem's classes (`hasattr(x, "chat")`). Instead, the base class
+  has the member, with a default. A line that tests an object of another library ends with `# theirs`.
+- Top-level classes of two files must not share a name, so that a search for a name finds one class.
 """
 
 import ast
@@ -12,20 +12,20 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ASKS = {("hasattr", 2), ("getattr", 3)}  # a getattr without a default raises
+ASKS = {("hasattr", 2), ("getattr", 3)}  # number of arguments; a getattr without a default raises an error
 ENDS = {"startswith", "endswith"}
-CLASS = {"target", "_target_"}  # the attribute of a choice that names its class
-EVERYWHERE = {"auto"}  # the name of a technique that is also a value of many keys
+CLASS = {"target", "_target_"}  # attributes and keys of a choice that name its class
+EVERYWHERE = {"auto"}  # names of techniques that are also values of many keys
 
 
 def techniques(source: Path, conf: Path) -> set[str]:
-    """Returns the names of all choices of the groups that have a folder in techniques/."""
+    """Returns the names of all choices, except EVERYWHERE, of the groups that have a folder in techniques/."""
     groups = (room.name for room in (source / "techniques").iterdir() if room.is_dir())
     return {file.stem for group in groups for file in (conf / group).glob("*.yaml")} - EVERYWHERE
 
 
 def wrong(source: Path, names: set[str]) -> Iterator[str]:
-    """Yields a line for each place under `source` that breaks a rule. Args: names: names of techniques."""
+    """Yields a message for each place under `source` that breaks a rule. Args: names: names of techniques."""
     files = {file: file.read_text(encoding="utf-8") for file in sorted(source.rglob("*.py"))}
     trees = {file: ast.parse(text) for file, text in files.items()}
     own = {name for tree in trees.values() for name in members(tree)}
@@ -44,7 +44,7 @@ def wrong(source: Path, names: set[str]) -> Iterator[str]:
 
 
 def same_names(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
-    """Yields a line for each top-level class that has the name of a class in an earlier file.
+    """Yields a message for each top-level class that has the name of a class in an earlier file.
 
     Args:
         trees: file -> its syntax tree.
@@ -57,7 +57,7 @@ def same_names(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
 
 
 def compared(node: ast.AST) -> set[str]:
-    """Returns the string constants of a comparison, a `case`, a startswith or an endswith."""
+    """Returns the string constants in the expressions that `sides` yields."""
     return {part.value for part in sides(node) if isinstance(part, ast.Constant) and text(part)}
 
 
@@ -80,14 +80,15 @@ def text(node: ast.Constant) -> bool:
 
 
 def asked(node: ast.AST) -> set[str]:
-    """Returns {the member that a hasattr, or a getattr with a default, asks for}, or an empty set."""
+    """Returns the name of the member that a hasattr, or a getattr with a default, asks for; an empty set for other
+    nodes."""
     if not isinstance(node, ast.Call) or (ast.unparse(node.func), len(node.args)) not in ASKS:
         return set()
     return {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
 
 
 def members(tree: ast.AST) -> Iterator[str]:
-    """Yields the names of methods, and of attributes that are assigned in a class or to `self`."""
+    """Yields the names of methods, and of attributes that are assigned in a class body or to `self`."""
     for ours in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         for line in ours.body:
             if isinstance(line, ast.FunctionDef):

@@ -1,8 +1,8 @@
-"""Lists the features with which training on several devices must give the results of one process. Each feature has a
-test case and the tolerance of the comparison.
+"""Lists features with which training on several devices must give the results of one process. Each feature has a test
+case and the tolerances of the comparison.
 
-In fp64 no rounding hides an error. In fp32 with plain SGD only the order of sums differs. If matmuls or weights have 16
-bits, each rank also rounds its sums over a part of the rows.
+In fp64, rounding is too small to hide an error. In fp32 with plain SGD, only the order of sums differs. With 16-bit
+matmuls or weights, each rank also rounds its own sums, over a part of the rows.
 """
 
 import json
@@ -24,20 +24,24 @@ STRATEGIES = {
     "fsdp_tensor_parallel": ("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=2", "devices=4"),
 }
 FP64 = {"gradients": 1e-9, "weights": 1e-9}
-# Relative to the largest element, which is some hundred times the smallest element that matters; fp32 rounds by 2**-24
+# Relative to the largest element, which is some hundred times as large as the smallest element that matters. fp32
+# rounds by 2**-24.
 FP32 = {"gradients": 1e-4, "weights": SGD_FP32}
 IN_BF16 = {"gradients": BF16, "weights": BF16}
 IN_FP16 = {"gradients": FP16, "weights": FP16}
-# For 8-bit optimizer state: a code that is off by one changes an element by a part of its step
+# For 8-bit optimizer state: an 8-bit code that is off by one changes an element's update by a part of the step
 IN_8_BITS = {"gradients": UPDATE["optim=adam8bit"][0], "weights": UPDATE["optim=adam8bit"][0]}
 
-WINDOWS = ("accumulation=fixed", "accumulation.batches=2")  # of 8 rows; every second window has one, so a rank has none
+WINDOWS = (
+    "accumulation=fixed",
+    "accumulation.batches=2",
+)  # windows of 8 rows; every second window has one row, so a rank has none
 CLIP = "clip=0.5"
 SCALED = "precision.init_scale=4096"
 
 
 def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
-    """Returns {name: (case, tolerances)}. Args: folder: the folder that `written` has filled."""
+    """Returns name of a feature -> (case, tolerances). Args: folder: the folder that `written` has filled."""
     text, tokenizer = places(folder)
     exact, plain = Case((*WINDOWS, *EXACT, CLIP)), Case((*WINDOWS, *PLAIN, CLIP))
 
@@ -103,7 +107,7 @@ def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
     }
 
 
-OF_PARTS = "an overflow in one rank's part"  # not for strategy=ddp, where every rank has the same gradients
+OF_PARTS = "an overflow in one rank's part"  # not for strategy=ddp, where all ranks have equal gradients
 KINDS = ("every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
 IN_BLOCKS = ("adam8bit", "adamw8bit", "lion8bit")
 STREAM = ("data.streaming=true", "data.block=8", "data.val_rows=2")

@@ -1,5 +1,5 @@
-"""A reference implementation of training, the oracle: plain fp32 PyTorch with one large batch per optimizer step, and
-update rules written out from their papers.
+"""The oracle, a reference implementation of training: plain fp32 PyTorch, with one large batch per optimizer step, and
+with update rules written from their papers.
 
 The oracle imports nothing from lowmem; it gets the model as an argument.
 """
@@ -19,11 +19,12 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
     Args:
         model: model with the initial weights in fp32; a copy is trained.
-        read: sequence indices -> input_ids, labels (-100: not learned).
+        read: function of sequence indices that returns (input_ids, labels), or other arguments of `mean_loss`. A label
+            of -100 is not learned.
         windows, sequences: see `order`.
-        rule: (p, gradient, state, step from 1, lr, decay, role) -> the new p.
+        rule: function of (p, gradient, state, step from 1, lr, decay, role) that returns the new p.
         held_in: dtype to which weights are rounded after every step.
-        mean_loss: (model, *result of read) -> the loss; None: `mean_of_tokens`.
+        mean_loss: function of (model, *result of read) that returns the loss; None: `mean_of_tokens`.
     """
     mean_loss = mean_loss or mean_of_tokens
     model = copy.deepcopy(model).train()
@@ -46,8 +47,8 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
 @torch.no_grad()
 def losses(model, read, windows, sequences, weights, mean_loss=None):
-    """Returns the loss of each window. Args: weights: the weights by name before each window; other arguments as in
-    `train`."""
+    """Returns the loss of each window. Args: weights: for each window, the weights by name before its step. Other
+    arguments as in `train`."""
     mean_loss = mean_loss or mean_of_tokens
     model, found = copy.deepcopy(model).train(), []
     for indices, given in zip(order(windows, sequences), weights, strict=False):
@@ -61,7 +62,7 @@ def order(windows, sequences):
     """Yields the indices of the sequences of each window. No window reaches into the next epoch.
 
     Args:
-        windows: largest number of sequences of each window.
+        windows: for each window, its largest number of sequences.
         sequences: number of sequences per epoch.
     """
     left, epoch = [], 0
@@ -84,7 +85,8 @@ def role(name, p):
 
 class LowRank(nn.Module):
     """A linear layer with LoRA: W x + alpha / r B A x + bias. With magnitudes m (DoRA), each row of W + alpha / r B A
-    is scaled to length m, and its previous length is treated as a constant. Parameters have the names of peft."""
+    is scaled to the length in m; the backward pass takes the length before scaling as a constant. Parameters have
+    PEFT's names."""
 
     def __init__(self, base, start, prefix, scale):
         super().__init__()
@@ -105,8 +107,8 @@ class LowRank(nn.Module):
 
 
 def adapt(model, start, alpha, r):
-    """Replaces every linear layer except the head by a `LowRank` layer, and freezes all other weights. Args: start:
-    initial adapter weights, by name."""
+    """Replaces every linear layer except the head by a `LowRank` layer. Only the adapter's weights are trained. Args:
+    start: name -> initial weight of the adapter."""
     for p in model.parameters():
         p.requires_grad_(False)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"}
@@ -133,7 +135,7 @@ def lion(p, g, state, step, lr, decay, role):
 
 
 def adafactor(p, g, state, step, lr, decay, role):
-    """Adafactor without momentum and without the relative step size; the update is clipped at RMS 1."""
+    """Adafactor without momentum and without relative step sizes. Updates are clipped to an RMS of 1."""
     beta, square = 1 - step**-0.8, g * g + 1e-30
     if p.dim() == 2:
         rows = state["rows"] = beta * state.get("rows", 0) + (1 - beta) * square.mean(1)
@@ -147,8 +149,8 @@ def adafactor(p, g, state, step, lr, decay, role):
 
 
 def muon(p, g, state, step, lr, decay, role):
-    """Muon: Nesterov momentum, orthogonalized in five quintic iterations. The RMS of an orthogonal matrix is
-    1 / sqrt(larger side)."""
+    """Muon: Nesterov momentum, orthogonalized in five quintic iterations. The RMS of an orthogonal matrix is 1 /
+    sqrt(larger side), so the factor sqrt(larger side) makes it 1."""
     if role != "matrix":
         return adamw(p, g, state, step, lr, decay, role)
     m = state["m"] = 0.95 * state.get("m", 0) + 0.05 * g
@@ -156,7 +158,7 @@ def muon(p, g, state, step, lr, decay, role):
 
 
 def orthogonal(x):
-    x = x / x.norm().clamp(min=1e-7)  # a matrix without a gradient is zero
+    x = x / x.norm().clamp(min=1e-7)  # the gradient of an unused matrix is zero
     for _ in range(5):
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x

@@ -1,7 +1,6 @@
-"""Preference losses written out from their papers, with full logits in fp64, and answers of different lengths to train
-on.
+"""Preference losses written from their papers, with full logits in fp64, and rows with answers of different lengths.
 
-From lowmem only the classes of rows and micro-batches are imported.
+Only the classes of rows and micro-batches are imported from lowmem.
 """
 
 import numpy as np
@@ -15,8 +14,8 @@ IGNORED = -100
 
 
 def log_probabilities(model, batch):
-    """Returns (sum of the log-probabilities of each answer's tokens, number of these tokens), both in fp64 with shape
-    (pairs, 2), or (answers, 1) for rated answers."""
+    """Returns (sum of the log-probabilities of each answer's tokens, number of these tokens), both in fp64. Their shape
+    is (pairs, 2), or (answers, 1) for rated answers."""
     logits = model(**batch.inputs, use_cache=False).logits.double()
     logp = logits.log_softmax(-1)
     sums, counts = [], []
@@ -66,8 +65,8 @@ def kto(ratio, mismatched, desirable, beta=0.1, desirable_weight=1.0, undesirabl
     """Returns the KTO loss of each answer.
 
     Args:
-        ratio: log(policy's probability / reference's probability) of each answer.
-        mismatched: the log ratios of the mismatched answers.
+        ratio: for each answer, log(policy's probability / reference's probability).
+        mismatched: log ratios of the mismatched answers, like `ratio`.
     """
     z = max(0.0, mismatched.mean().item())
     value = [1 / (1 + torch.exp(-beta * (r - z if good else z - r))) for r, good in zip(ratio, desirable, strict=True)]
@@ -123,16 +122,16 @@ class RaggedPairs(Rows):
 
 class RaggedAnswers(Rows):
     """Rated answers of different lengths after prompts of different lengths, with random reference log-probabilities.
-    The mismatched answer of a prompt is the answer to the prompt two places later, cyclically."""
+    The mismatched answer of prompt i is the answer of prompt i + 2, cyclically."""
 
     def __init__(self, answers, length, vocabulary):
         self.count, self.seq_len = answers, length
         drawn = np.random.default_rng(2)
         self.prompts = [drawn.integers(0, vocabulary, 3 + number % 3) for number in range(answers)]
         self.answers = [drawn.integers(0, vocabulary, length - 5 - number % 5) for number in range(answers)]
-        self.desirable = drawn.random(answers) < 0.7  # unequal numbers, otherwise z would have little effect
-        # for the reference all tokens are about equally likely, and mismatched answers are less likely, so z is
-        # positive
+        self.desirable = drawn.random(answers) < 0.7  # unequal counts, otherwise z would have little effect
+        # The reference model finds all tokens about equally likely, and mismatched answers a little less likely, so z
+        # is positive.
         lengths = [[len(self.answers[(number + shift) % answers]) for shift in (0, 2)] for number in range(answers)]
         self.reference = drawn.uniform([-2, -3], [2, -1], (answers, 2)) - np.log(vocabulary) * np.array(lengths)
 

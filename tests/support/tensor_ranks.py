@@ -1,4 +1,5 @@
-"""Runs the ranks of a group for `strategy/test_tensor_parallel.py`, and compares them with one process."""
+"""Runs the ranks of a tensor-parallel group for `strategy/test_tensor_parallel.py`, and compares them with one
+process."""
 
 import re
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ LOSSES = {"full": full, "chunked": Chunked(5), "tiled": Tiled(7)}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives. The hooks of torch's `CommDebugMode` would pass other tensors to the layers."""
+    """Counts collectives. torch's `CommDebugMode` is not suitable: its hooks pass other tensors to the layers."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +44,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Held(nn.Module):
-    """A stand-in for a run's module, with the members that a strategy reads."""
+    """Stands in for a run's module, with the members that a strategy reads."""
 
     def __init__(self, model):
         super().__init__()
@@ -51,8 +52,8 @@ class Held(nn.Module):
 
 
 def network(kind, dtype=torch.float64, **changes):
-    """Returns a model of two blocks, with grouped heads if the architecture has them. All weights, including norms, are
-    random, so that each affects the result."""
+    """Returns a model of two blocks, with grouped key-value heads unless `kind` is gpt2. All weights, including norms,
+    are random, so that each affects the result."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": kind == "qwen3"}
     if kind == "gpt2":
@@ -75,12 +76,12 @@ def network(kind, dtype=torch.float64, **changes):
 
 
 def live(rank, size, store, cases, results):
-    """Runs a rank until it receives None instead of a case.
+    """Runs a rank, which compares one case after another until it receives None.
 
     Args:
         store: file for the rendezvous of the ranks.
         cases: pipe with the arguments of `compared` for each case, and None at the end.
-        results: pipe for the results of rank 0: figures, or the message of a refusal.
+        results: pipe to which rank 0 sends the figures of each case, or the message of a refusal.
     """
     quiet()
     torch.set_num_threads(1)
@@ -99,13 +100,14 @@ def live(rank, size, store, cases, results):
 
 
 def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="AdamW", wrong=None, groups=1, **how):
-    """Compares a group with one process that reads all rows. Returns figures by name, such as the differences of the
-    weights after sharding, of the loss and gradients after one window, and of the weights after STEPS windows.
+    """Compares a group of ranks with one process that reads all rows. Returns figures by name, such as the largest
+    differences in the weights after sharding, in the loss and gradients of the first window, and in the weights after
+    STEPS windows.
 
     Args:
         wrong: name of a wrong variant in WRONG, or None.
         groups: number of data-parallel groups.
-        how: arguments of `change`, and `changes`: changed keys of the model's config.
+        how: arguments of `change`; also `changes`: changed keys of the model's config.
     """
     how_made = {"dtype": dtype, **how.pop("changes", {})}
     one, ours = network(kind, **how_made), network(kind, **how_made)
@@ -176,7 +178,7 @@ def gradients(ranks, one, ours):
         "gradients": distance(ranks, ours, expected, lambda p: p.grad),
         "norm": abs(ranks.norm([ranks.local(p) for _, p in trainable(ours)]).item() / norm.item() - 1.0)
         if norm.dtype == torch.float32
-        else 0.0,  # the group computes the norm in fp32
+        else 0.0,  # not compared in fp64, because the group computes the norm in fp32
         "bits": all(same(ranks.local(p).grad) for p in ours.parameters() if ranks.holders(p) > 1 and p.requires_grad),
     }
 
@@ -186,14 +188,14 @@ def named(model):
 
 
 def distance(ranks, model, expected, of):
-    """Returns the largest absolute difference of an element of the gathered tensors. Args: of: a function that takes a
-    local parameter and returns the tensor to compare."""
+    """Returns the largest absolute difference between elements of the gathered and the expected tensors. Args: of:
+    function that takes a local parameter and returns the tensor to compare."""
     wholes = {name: ranks.gathered(p, of(ranks.local(p)).detach()) for name, p in named(model) if name in expected}
     return max((wholes[name] - tensor).abs().max().item() for name, tensor in expected.items())
 
 
 def same(tensor):
-    """Returns True if all ranks have the same bits."""
+    """Returns True if this tensor has equal bits on all ranks."""
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor.contiguous())
     return all(torch.equal(every[0], one) for one in every)
@@ -204,7 +206,7 @@ def without_sums(self, module):
     return {name: style for name, style in styles.items() if style != tensor_parallel.SUMMED}
 
 
-# Deliberately wrong variants: (object, attribute, replacement).
+# Deliberately wrong variants: name -> patches (object, attribute, replacement).
 WRONG = {
     "heads": ((tensor_parallel, "FUSED", 1),),  # query, key and value are divided as one matrix
     "counted twice": ((TensorParallel, "holders", lambda *_: 1),),

@@ -1,12 +1,12 @@
 """Sorts the tests into tiers by their marks.
 
-A test is marked `matrix`, `wrong`, `docs`, `process` or `gpu`; a test without any of these marks is a `unit`. `seam`
-marks a test (for example a `process`) that `make test` runs because it covers an interface. `rows` does this for a
-parametrized test: the rows that it names are `seam`, the others `matrix`; `matrix_rows` names the others. `make test`
-runs units and seams, and `make test-all` all tests. `--shard=2/4` runs the second of four parts of the selected tests;
-the four parts together are all of them.
+A test is marked `matrix`, `wrong`, `docs`, `process` or `gpu`; a test without any of these marks is a `unit`. The mark
+`seam` makes `make test` run a test with another mark, for example `process`, because it covers an interface. For a
+parametrized test, `rows` names the rows that become `seam`, and `matrix_rows` names rows that become `matrix`; all rows
+that are not named get the respective other mark. `make test` runs units and seams, and `make test-all` all tests.
+`--shard=2/4` runs the second of four disjoint parts of the selected tests.
 
-A Python process takes seconds, so only a test with the mark `process` or `docs` may start one.
+Starting a Python process takes seconds, so only tests with the mark `process` or `docs` may do it.
 """
 
 import sys
@@ -26,7 +26,8 @@ def pytest_addoption(parser):
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Returns (2, 4) for "2/4". Raises: pytest.UsageError: the text is not a part of a whole."""
+    """Returns (2, 4) for "2/4". Raises: pytest.UsageError: the text does not have this form, or names a part that does
+    not exist."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(
@@ -35,9 +36,9 @@ def shard(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m`
+@pytest.hookimpl(tryfirst=True)  # runs before pytest applies `-m`
 def pytest_collection_modifyitems(config, items):
-    if not any("::" in argument for argument in config.args):  # otherwise only some rows of a matrix are collected
+    if not any("::" in argument for argument in config.args):  # a named row is collected alone
         check_rows(items)
     for item in items:
         if "processes" in item.fixturenames:
@@ -52,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_of(item) -> str | None:
-    """Returns the mark that follows from a test's other marks, or None."""
+    """Returns the mark ("unit", "seam" or "matrix") that follows from a test's other marks, or None."""
     if has_row(item):
         named = [is_named(item, mark) for mark in item.iter_markers("rows")]
         left_out = [is_named(item, mark) for mark in item.iter_markers("matrix_rows")]
@@ -66,14 +67,14 @@ def has_row(item) -> bool:
 
 
 def is_named(item, mark) -> bool:
-    """Returns whether a pattern of the mark matches the row's id or one of its text values."""
+    """Returns True if a pattern of the mark matches the row's id or one of its values of type str."""
     names = (item.callspec.id, *(value for value in item.callspec.params.values() if isinstance(value, str)))
     return any(fnmatchcase(name, pattern) for name in names for pattern in mark.args)
 
 
 def check_rows(items) -> None:
-    """Raises pytest.UsageError if the `rows` of a test leave it without a seam: they match no row, exclude each other,
-    or match only `matrix` rows."""
+    """Raises pytest.UsageError if the `rows` of a test leave it without a seam: the patterns match no row, exclude each
+    other, or match only `matrix` rows."""
     found: dict[str, bool] = {}
     for item in filter(has_row, items):
         if item.get_closest_marker("rows"):
@@ -84,11 +85,11 @@ def check_rows(items) -> None:
         raise pytest.UsageError(f"rows(...) of {', '.join(lost)} leaves no row that `make test` would run.")
 
 
-running = []  # the current test
+running = []  # [the current test], or [] between tests
 
 
 def pytest_configure(config):
-    """Makes a test without the mark `process` or `docs` fail if it starts a Python process or a shell."""
+    """Makes a test without the mark `process` or `docs` fail if it starts a process of Python or bash."""
     sys.addaudithook(refuse_command)
     start = BaseProcess.start
     BaseProcess.start = lambda process: (refuse(), start(process))[1]
@@ -102,8 +103,8 @@ def pytest_runtest_protocol(item):
 
 
 def refuse_command(event, arguments) -> None:
-    """An audit hook that refuses processes of Python and bash, but not a compiler, git, or a process of
-    torch.compile."""
+    """An audit hook that refuses processes of Python and bash. Other programs (compilers, git) and processes of
+    torch.compile are allowed."""
     if event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith(("python", "bash")):
         frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
         if not any("_inductor" in file for file in frames):

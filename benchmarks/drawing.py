@@ -1,7 +1,6 @@
-"""Draws pictures for docs/ as SVG: text stays text, and the colours follow the reader's light or dark theme.
+"""Draws pictures for docs/ as SVG. Text remains text, and colours follow the reader's light or dark theme.
 
-A picture is a list of elements. A colour is the name of a CSS class, for which the style sheet has a light and a dark
-value.
+A picture is a list of elements. A colour is the name of a CSS class; THEMES has a light and a dark value for each.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +8,7 @@ from html import escape
 
 from lowmem.report.colours import INK, LIMIT, OF_CATEGORY
 
-WIDTH = 800  # width of every picture in user units; a unit is a pixel if the picture is not scaled
+WIDTH = 800  # width of every picture in user units; a unit is a pixel in an unscaled picture
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
 THEMES = {  # CSS class -> colour on a light and on a dark page
     "page": ("#ffffff", "#12171d"),
@@ -25,7 +24,8 @@ THEMES = {  # CSS class -> colour on a light and on a dark page
 
 
 class Picture:
-    """A picture of `WIDTH` x `height`. Args: title, about: its name and content, for screen readers."""
+    """A picture of `WIDTH` x `height` units. Args: title, about: name and description of the picture, for screen
+    readers."""
 
     def __init__(self, height: float, title: str, about: str) -> None:
         self.height, self.title, self.about = height, title, about
@@ -42,14 +42,15 @@ class Picture:
         mono: bool = False,
         anchor: str = "start",
     ) -> None:
-        """Writes one line of text. Args: y: of the baseline; anchor: which point of the text is at x."""
+        """Writes one line of text. Args: y: of the baseline; anchor: the point of the text that is at x (start, middle
+        or end)."""
         style = f'class="{role}{" mono" if mono else ""}" font-size="{size:g}"'
         style += ' font-weight="600"' if bold else ""
         style += f' text-anchor="{anchor}"' if anchor != "start" else ""
         self._elements.append(f'<text x="{x:g}" y="{y:g}" {style}>{escape(words, quote=False)}</text>')
 
     def lines(self, x: float, y: float, lines: Iterable[str], step: float = 17, **style) -> None:
-        """Writes lines of text one below the other."""
+        """Writes lines of text one below the other, `step` units apart."""
         for number, line in enumerate(lines):
             self.text(x, y + number * step, line, **style)
 

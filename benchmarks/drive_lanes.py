@@ -1,7 +1,8 @@
-"""Draws docs/drive.png: when a step with a drive computes, runs the optimizer, waits for the drive, reads and writes.
+"""Draws docs/drive.png. The picture shows when a step with weights.drive computes, runs the optimizer, waits for the
+drive, reads and writes.
 
-All intervals are measured in the last step of a training on this CPU, with GPT-2 XL's shapes and 8 blocks. On a CPU,
-one thread computes and runs the optimizer, and four threads read and write.
+The intervals are measured in the last step of a training on this CPU, with GPT-2 XL's shapes and 8 blocks. On a CPU,
+one thread both computes and runs the optimizer, and four threads read and write.
 
 python -m benchmarks.drive_lanes --folder /mnt/scratch        # a minute.
 """
@@ -30,8 +31,8 @@ Interval = tuple[float, float, int | None]  # start, end, number of the block; N
 
 
 class Record:
-    """Records intervals of the last step. The training thread does one thing at a time: an interval ends when the next
-    one begins."""
+    """Records intervals while `on` is True. The training thread does one thing at a time, so its interval ends when its
+    next interval begins."""
 
     def __init__(self) -> None:
         self.intervals: dict[str, list[Interval]] = defaultdict(list)
@@ -45,12 +46,12 @@ class Record:
                 self.intervals[lane].append((start, time.perf_counter(), number))
 
     def does(self, lane: str | None, number: int | None = None) -> tuple[str | None, int | None]:
-        """Ends the current interval of the training thread and begins another. Returns the lane and the block of the
-        interval that has ended.
+        """Ends the training thread's current interval and begins another. Returns (lane, block) of the interval that
+        has ended.
 
         Args:
-            lane: one of LANES; None: nothing is recorded until the next call.
-            number: the block's number, or None.
+            lane: one of LANES; None: record nothing until the next call.
+            number: number of the block; None: the embedding or the output layer.
         """
         before, since = self.doing, self.since
         self.doing, self.since = (lane, number), time.perf_counter()
@@ -60,7 +61,7 @@ class Record:
 
 
 def recorded(folder: Path) -> Record:
-    """Trains STEPS steps and returns the record of the last one."""
+    """Trains STEPS steps. Returns the record of the last step."""
     record = Record()
     enters, leaves, reached, step, turn = (
         StreamedWeights._enters, StreamedWeights._leaves, StreamedWeights._reached, HostOptimizer._step, SwapFiles.pin

@@ -1,9 +1,9 @@
-"""Compares optimizers that step on the host: their time, their error, and the loss that a model reaches with them.
+"""Compares optimizers that run on the host: times, errors, and the loss that a model reaches.
 
 python -m benchmarks.host_optimizer      # about ten minutes on two cores
 
-Times are milliseconds per 10M parameters, measured on four matrices of GPT-2 XL's shape (1600 x 6400, 41M parameters),
-each row in its own process.
+Times are milliseconds per 10M parameters. Each row is measured in a separate process, on four matrices of GPT-2 XL's
+shape (1600 x 6400; 41M parameters together).
 """
 
 import argparse
@@ -40,8 +40,8 @@ def ours_without_a_compiler(parameters: list) -> Callable[[], None]:
 
 
 def ours_fused_pass(dtype: torch.dtype) -> Callable[[list], Callable[[], None]]:
-    """Returns a function that makes the step of master weights. The step unscales and clips 16-bit gradients, and also
-    writes 16-bit weights."""
+    """Returns a function that makes the optimizer step of master weights. This step also unscales and clips 16-bit
+    gradients, and writes 16-bit weights."""
 
     def make(parameters: list) -> Callable[[], None]:
         from lowmem.step.gradients import Reading
@@ -111,8 +111,8 @@ def timed(name: str) -> dict:
 
 
 def errors() -> dict[str, dict[str, float]]:
-    """Returns the errors of two 8-bit AdamWs after 20 steps on the gradients of the tests: the norm of the difference
-    from fp32 AdamW's update, relative to that update."""
+    """Returns kind of gradients in the tests -> errors of two implementations of 8-bit AdamW after 20 steps. An error
+    is the norm of the difference from the update of fp32 AdamW, divided by the norm of that update."""
     import sys
     from pathlib import Path
 
@@ -136,7 +136,7 @@ LEARNS = {"adamw": ["optim=adamw"], "adamw8bit": ["optim=adamw8bit"], "bitsandby
 
 
 def learned(name: str) -> dict:
-    """Trains `tiny` on the default data for 500 steps. Returns the validation loss."""
+    """Trains `tiny` on train.py's default data for 500 steps. Returns the validation loss."""
     summary = run_train([*LEARNS[name], "max_steps=500", "logger=none", "sample_tokens=0"])
     return {"val_loss": summary["val_loss"]}
 

@@ -1,10 +1,11 @@
-"""Trains a mixture of experts of 1.3B parameters here: all weights, streamed and resident, then QLoRA of its export.
+"""Trains a mixture of experts with 1.3B parameters on this CPU: all weights, streamed and resident, then QLoRA of the
+export.
 
 python -m benchmarks.mixture         # about 25 minutes on two cores, 9 GiB of memory, 6 GB of disk
 
-The model has Qwen3-30B-A3B's architecture at about a twentieth of its size, and random weights. Runs with streamed and
-with resident masters must end with equal bits. With bf16-sr they would not, because its random numbers depend on the
-order of updates.
+The model has Qwen3-30B-A3B's architecture, about a twentieth of its parameters, and random weights. Runs with streamed
+masters and with resident masters must export equal bits. With bf16-sr they would not, because its random numbers depend
+on the order of updates.
 """
 
 import argparse
@@ -53,7 +54,8 @@ ROWS = {
 
 
 def one_row(name: str, folder: Path) -> dict:
-    """Runs a row in this process. Args: folder: the first row moves its export there, and QLoRA loads it."""
+    """Runs a row in this process. Args: folder: the first row moves its export to this folder, from which QLoRA loads
+    it."""
     summary = run_train([*ROWS[name], *RUN, *([f"model.name={folder}"] if name == QLORA else [])])
     run = Path(os.environ["ROW_FOLDER"])
     exported = run / "model"
@@ -74,7 +76,7 @@ def one_row(name: str, folder: Path) -> dict:
 
 
 def digest(folder: Path) -> str:
-    """Returns a SHA-256 digest of the names and bytes of all tensors in a folder."""
+    """Returns the SHA-256 digest of the names and bytes of all tensors in a folder."""
     read = sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:

@@ -1,10 +1,10 @@
-"""Compares the memory of training on pairs with fine-tuning on equally many rows, and with TRL's DPOTrainer.
+"""Compares the memory of training on preference pairs with fine-tuning on as much text, and with TRL's DPOTrainer.
 
 python -m benchmarks.preference          # about ten minutes on two cores; with TRL after pip install -e '.[trl]'
 
-All rows train the same architecture with random weights in fp32 with AdamW, on the same pairs or on their chosen
-answers. The figure is the peak of live tensors, including the weights of the trained model and of a reference model.
-TRL computes the log-probabilities of the reference in each step (its default), or before the first step.
+All runs train one architecture from random weights, in fp32 with AdamW, on the same pairs or on their chosen answers.
+The figure is the peak of live tensors, including the weights of the trained model and of a reference model. TRL
+computes the log-probabilities of the reference model in each step (its default), or before the first step.
 """
 
 import json
@@ -41,7 +41,7 @@ THEIRS = {"TRL, DPO": False, "TRL, DPO, reference before": True}
 
 
 def pairs(folder: Path) -> Path:
-    """Writes pairs whose answers are longer than a row, so that all rows are full. Returns the file."""
+    """Writes preference pairs whose answers are longer than a row, so that all rows are full. Returns the file."""
     draw, file = random.Random(0), folder / "pairs.jsonl"
     words = ["".join(draw.choices("aeioulnrstmdkp", k=draw.randint(2, 6))) for _ in range(3000)]
 
@@ -61,10 +61,10 @@ def ours(name: str, folder: Path) -> dict:
 
 
 def theirs(before: bool, folder: Path) -> dict:
-    """Trains the model of a lowmem export with TRL's DPOTrainer.
+    """Trains with TRL's DPOTrainer, starting from the export of a run of lowmem.
 
     Args:
-        before: True to compute the log-probabilities of the reference before training.
+        before: True computes the log-probabilities of the reference model before training.
     """
     ours("lowmem, loss=dpo", folder)
     import torch

@@ -25,7 +25,7 @@ SHORT = ("max_steps=3", "val_every=1000", "val_sequences=2", "sample_tokens=0", 
 LLAMA = ("model=llama-3.2-1b", "model.pretrained=false", "model.architecture.tie_word_embeddings=false")
 LLAMA += ("model.architecture.bos_token_id=null", "model.architecture.eos_token_id=null", "lr=1e-4")
 LLAMA += ("model.architecture.num_attention_heads=8", "model.architecture.num_key_value_heads=8")
-SIZES = {  # hidden, inner, blocks, vocabulary
+SIZES = {  # (hidden size, intermediate size, blocks, vocabulary size)
     "10M": (256, 768, 6, 8192),
     "60M": (512, 1536, 12, 24576),
 }

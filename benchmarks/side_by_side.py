@@ -1,10 +1,11 @@
-"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, with techniques of all four.
+"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, with techniques that all four
+support.
 
 python -m benchmarks.side_by_side        # about twenty minutes per round on two cores
 
-It measures the speed, the peak of live tensors, resident memory without imports, and the largest difference of a step's
-loss from the plain loop's loss. Weights, data, optimizer and seed are equal (see loops.py), and the four loops of a
-recipe alternate step by step (see turns.py).
+It measures the speed, the peak of live tensors, the growth of resident memory after imports, and the largest relative
+difference between the losses of a loop and the losses of the plain loop. Weights, data, optimizer and seed are equal in
+all loops (see loops.py), and the four loops of a recipe alternate step by step (see turns.py).
 """
 
 import argparse
@@ -15,7 +16,8 @@ from benchmarks.runner import medians, ratio, write
 from benchmarks.turns import measure, speed_ratio
 
 LOOPS = ("lowmem", "plain", "lightning", "trainer")
-# Limits: lowest ratio of lowmem's tokens/s to another loop's, and highest ratio of its peak to another loop's.
+# Limits: OF_FRAMEWORKS and OF_PLAIN are the smallest allowed speed of lowmem, divided by the other loop's speed; PEAK
+# is the largest allowed peak, divided by the other loop's peak.
 OF_FRAMEWORKS, PEAK = 0.98, 1.01
 OF_PLAIN = {"bf16": 0.95}  # 0.97 for other recipes
 
@@ -51,7 +53,7 @@ def table(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """Returns a table with one row per recipe: lowmem's losses, speed and peak memory against the other loops."""
+    """Returns a table with one row per recipe: lowmem's losses, speed and peak memory compared with the other loops."""
     lines = [
         "| recipe | losses against a plain loop | speed against a plain loop | against Lightning "
         "| against transformers.Trainer | peak memory against a plain loop |",
@@ -68,7 +70,8 @@ def summary(results: dict) -> str:
 
 
 def apart(losses: list[float], of_plain: list[float]) -> str:
-    """Returns "the same bits" if every step's loss equals the plain loop's, or else the largest relative difference."""
+    """Returns "the same bits" if all losses equal the losses of the plain loop, otherwise the largest relative
+    difference."""
     farthest = max(abs(loss / plain - 1) for loss, plain in zip(losses, of_plain, strict=True))
     return f"apart by {farthest:.1e}" if farthest else "the same bits"
 

@@ -1,5 +1,5 @@
-"""Measures the time that gradient checkpointing, compiled blocks and the chunked loss cost, as ratios of runs in
-alternating rounds.
+"""Measures how gradient checkpointing, compiled blocks and the chunked loss change the time of a step: ratios of runs
+in alternating rounds.
 
 python -m benchmarks.speed               # about a quarter of an hour on two cores.
 """
@@ -10,7 +10,7 @@ from benchmarks.loops import shape
 from benchmarks.runner import measure, medians, options_of, ratio, run_train, stored, write
 
 CHECKPOINTING = ("none", "every_layer", "every_k", "sqrt", "selective", "offload", "offload_attention")
-# Sequences of 16,384 tokens, where attention takes most of the time
+# Sequences of 16,384 tokens, for which attention takes most of the time
 LONG = ("seq_len=16384", "model.architecture.n_positions=16384", "model.architecture.n_layer=2", "batch_size=1")
 LONG += ("max_steps=3", "val_every=3", "val_sequences=1", "sample_tokens=0", "loss=chunked")
 # name -> (model of benchmarks.loops, overrides)
@@ -29,7 +29,7 @@ ROWS = {
     "50k full": ("tiny", ["loss=full", "model.architecture.vocab_size=50257"]),
     "50k chunked": ("tiny", ["loss=chunked", "loss.rows=128", "model.architecture.vocab_size=50257"]),
 }
-# (row, the row that it is compared with, the figure, the limit of their ratio)
+# (row, row that it is compared with, figure, limit of the ratio of the two rows)
 LIMITS = (
     ("checkpointing every_layer", "checkpointing none", "seconds_per_step", "<= 1.40"),
     ("checkpointing sqrt", "checkpointing none", "seconds_per_step", "<= 1.40"),
@@ -56,10 +56,10 @@ def row(name: str) -> dict:
 
 
 def loss_alone() -> dict[str, float]:
-    """Measures the output layer and the loss alone, for 1024 tokens, width 192 and a vocabulary of 50257. Returns the
-    figures of the chunked loss divided by the figures of the full loss.
+    """Measures the output layer and the loss without blocks, for 1024 tokens, a width of 192 and a vocabulary of 50257.
+    Returns the figures of the chunked loss divided by the figures of the full loss.
 
-    The bytes do not include the inputs, the weights and their accumulated gradients.
+    The bytes do not include the inputs, the weights, and the buffers in which gradients are accumulated.
     """
     import time
     from statistics import median
@@ -74,7 +74,7 @@ def loss_alone() -> dict[str, float]:
     from lowmem.techniques.loss import cross_entropy as losses
 
     class Head(nn.Module):
-        """A model whose blocks cost nothing."""
+        """A model without blocks: its hidden states are a parameter."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -108,7 +108,7 @@ def loss_alone() -> dict[str, float]:
         with StorageTracker(ledger.storages()) as tracker:
             loss(model, batch).backward()
         peak[kind] = max(point.total for point in tracker.timeline())
-    gradient = model.head.weight.nbytes  # both losses return it to autograd
+    gradient = model.head.weight.nbytes  # both losses return this gradient to autograd
     times = median(b / a for a, b in zip(seconds["full"][1:], seconds["chunked"][1:], strict=True))
     return {
         "time": times,
@@ -128,7 +128,7 @@ def table(results: dict, alone: dict) -> str:
     ]
     seconds, activations = medians(results, "seconds_per_step"), medians(results, "activations")
     lines += ["", "| row | seconds per step | activations at the peak, MiB |", "|---|---|---|"]
-    # allocations of compiled code cannot be tracked on a CPU
+    # allocations of compiled code are not tracked on a CPU
     mib = {name: "-" if "compiled" in name else f"{size / 2**20:.1f}" for name, size in activations.items()}
     return "\n".join(lines + [f"| {name} | {seconds[name]:.3f} | {mib[name]} |" for name in results])
 

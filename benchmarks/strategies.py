@@ -1,11 +1,12 @@
-"""Tests every strategy with every feature: several processes must give the result of one process on the joint batch.
+"""Tests every strategy with every feature: several processes must give the result of one process that trains on the
+rows of all processes.
 
 python -m benchmarks.strategies                    # about 20 minutes on two idle cores
-python -m benchmarks.strategies --only ddp fsdp    # keeps earlier results of the other strategies
+python -m benchmarks.strategies --only ddp fsdp    # keeps the results of the other strategies
 
-It also records each rank's share of the memory, and the collectives. The cases come from tests/support/matrix.py and
-run over gloo on a CPU, with two processes, or four for a mesh of two dimensions. NCCL and the time of a step need
-cards, and are not tested here.
+It also records each rank's share of the memory of one process, and the collectives. The cases are in
+tests/support/matrix.py. They run over gloo on a CPU, with two processes, or with four for a mesh of two dimensions.
+NCCL and the time of a step are not tested, because they need cards.
 """
 
 import argparse
@@ -19,16 +20,17 @@ from pathlib import Path
 from benchmarks.runner import ROOT, machine, stored, write
 
 TESTS = ROOT / "tests" / "support"
-WORST = 300  # time limit of a case in seconds, enough for one that compiles on a busy machine
+WORST = 300  # time limit of a case in seconds, enough for a case that compiles on a busy machine
 SIGNS = {"exact": "exact", "refused": "refused", "not run": "not run", "differs": "**differs**"}
 
 
 def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> dict:
-    """Tests a strategy's features. Returns the results and, for one case, each rank's memory and rank 0's collectives.
+    """Tests the features of a strategy. Returns the results and, for the case "clip", each rank's memory and rank 0's
+    collectives.
 
     Args:
-        before: earlier results.
-        only: the features to test again; None: all.
+        before: earlier results of this strategy.
+        only: names of the features to test again; None: all features.
     """
     import matrix
     import pair
@@ -68,7 +70,7 @@ def measure_cell(ranks, case, bands: dict[str, float], name: str) -> dict:
 
 
 def shares_of_bytes(ranks, case) -> dict:
-    """Returns each rank's bytes before the last step, as shares of the bytes of a single process, and rank 0's
+    """Returns each rank's bytes before the last step, divided by the bytes of a single process, and rank 0's
     collectives by name in the last window of two micro-batches."""
     import pair
 

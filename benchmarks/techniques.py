@@ -1,9 +1,10 @@
-"""Measures what each technique saves and costs on the default model, and lists the pairs that are refused.
+"""Measures what each technique saves and costs on train.py's default model, and lists the pairs of techniques that are
+refused.
 
-Its tables are on the page docs/techniques.md.
+docs/techniques.md shows its tables.
 
 python -m benchmarks.techniques          # about half an hour on two cores
-python -m benchmarks.techniques --table  # a minute: only the refused pairs, including pairs with a new technique
+python -m benchmarks.techniques --table  # a minute: only lists the refused pairs again, and measures nothing
 """
 
 import argparse
@@ -19,9 +20,9 @@ from lowmem.config.refusals import refused
 from lowmem.config.settle import run_of
 
 BASE = "(as shipped)"
-# Overrides that a choice needs here: every optimizer step has eight sequences, and the chunks and tiles of a loss are
-# smaller than a batch and the vocabulary.
 PAIRS = "data=preference", "data.path=examples/preference.jsonl"
+# Choice -> further overrides that it needs. Every optimizer step has eight sequences. A chunk of a loss is smaller than
+# a batch, and a tile is smaller than the vocabulary.
 WITH = {
     "accumulation=fixed": ["batch_size=2"],
     "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
@@ -51,7 +52,7 @@ def row(*arguments: str) -> dict:
     """Runs train.py on `tiny` once and returns peaks in bytes and tokens/s."""
     summary = run_train([*shape("tiny"), "logger=none", *arguments])
     return {
-        "peak_bytes": summary["peak_bytes"]["device"],  # None: a compiled run, which is not counted
+        "peak_bytes": summary["peak_bytes"]["device"],  # None for a compiled run, whose tensors are not counted
         "rss_bytes": summary["peak_bytes"]["host_rss"],
         "parameters": summary["parameters"],
         "tokens_per_second": summary["tokens_per_second"],
@@ -60,7 +61,7 @@ def row(*arguments: str) -> dict:
 
 
 def of_shipped(results: dict, name: str) -> float:
-    """Returns the speed relative to the shipped run of the same round, as the median over the rounds."""
+    """Returns the median over the rounds of the speed divided by the speed of the default run in the same round."""
     return median(
         figures["tokens_per_second"] / figures.get("shipped_tokens_per_second", shipped["tokens_per_second"])
         for figures, shipped in zip(results[name], results[BASE], strict=True)
@@ -68,7 +69,7 @@ def of_shipped(results: dict, name: str) -> float:
 
 
 def refused_pairs() -> dict[str, list[str]]:
-    """Returns {row: rows with which it is refused}. Rows that are refused alone have no pairs."""
+    """Returns row -> rows with which it is refused. The list of a row that is refused alone is empty."""
 
     def says(*names: str) -> list[str]:
         needed = [line for name in names for line in WITH.get(name, [])]
@@ -84,7 +85,7 @@ def refused_pairs() -> dict[str, list[str]]:
 
 
 def table(results: dict) -> str:
-    """Returns a table with one row per technique that was measured."""
+    """Returns a table with one row per measured technique."""
     peak, speed = medians(results, "peak_bytes"), medians(results, "tokens_per_second")
     state, activations = medians(results, "optimizer"), medians(results, "activations")
     parameters = results[BASE][0]["parameters"]
@@ -104,7 +105,7 @@ def table(results: dict) -> str:
 
 
 def table_of_pairs(pairs: Mapping[str, Sequence[str]]) -> str:
-    """Returns a table with one row per technique that is refused with others."""
+    """Returns a table with one row per technique that is refused together with other techniques."""
     rows = (f"| {name} | {', '.join(pairs[name])} |" for name in ROWS if pairs.get(name))
     return "\n".join(["| override | refused with |", "|---|---|", *rows])
 

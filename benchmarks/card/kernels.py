@@ -1,7 +1,8 @@
-"""Times 1.24B parameters with other kernels: Liger's norm, rotary embedding and SwiGLU, and torch's flash and cuDNN
-attention.
+"""Times the training of 1.24B parameters with other kernels: Liger's norm, rotary embedding and SwiGLU, and torch's
+flash and cuDNN attention.
 
-All rows use the plain loop. Losses with different kernels differ by rounding; `found` contains the difference.
+All rows use the plain loop. Different kernels round differently; `found` has the resulting difference between the
+losses.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +22,12 @@ FUSED = ("LigerRMSNorm", "LigerSwiGLUMLP")
 
 
 def swapped(here: Here) -> Iterator[dict]:
-    """Yields the rows of the plain loop, and of the plain loop with each of the other kernels, which alternate."""
+    """Yields the row of the plain loop, then its rows with each of the other kernels. The loops run in turns."""
     kernels: dict[str, Callable] = {}
-    if here.on_card:  # a CPU has neither of them
+    if here.on_card:  # a CPU has neither kernel
         kernels |= {f"{PLAIN}, {name}": partial(with_attention, one) for name, one in ATTENTIONS.items()}
     kernels[f"{PLAIN}, Liger's norm, rotary embedding and SwiGLU"] = with_liger
-    # last, so that its two runs are adjacent and its row comes first: each other row is compared with it
+    # The plain loop is last, so that `in_turns` yields its row first: the other rows are compared with it.
     kernels[PLAIN] = others.plain
     runs, plain = {by: partial(_run, here, loop, by) for by, loop in kernels.items()}, {}
     for by, row in in_turns(runs, here):
@@ -43,11 +44,11 @@ def _run(here: Here, loop: Callable, by: str) -> dict:
 
 
 def with_liger(loop: others.Materials, watch: Blocks) -> None:
-    """Trains with Liger's kernels. Raises: SystemExit: Liger has not replaced the modules of this model."""
+    """Trains with Liger's kernels. Raises: SystemExit: Liger has not replaced all modules of FUSED in this model."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from transformers.models.llama import modeling_llama
 
-    # Liger replaces these for the whole process; `patch` restores the originals
+    # Liger replaces these functions and classes for the whole process; `patch` restores the originals
     own = {name: getattr(modeling_llama, name) for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")}
     with patch.multiple(modeling_llama, **own):
         _apply_liger_kernel_to_instance(
@@ -59,7 +60,7 @@ def with_liger(loop: others.Materials, watch: Blocks) -> None:
 
 
 def _is_in(network: nn.Module, name: str) -> bool:
-    """Returns whether any module has a forward method whose qualified name begins with `name`."""
+    """Returns True if the qualified name of any module's forward method begins with `name`."""
     forwards = (getattr(module.forward, "__qualname__", "") for module in network.modules())
     return any(forward.startswith(name) for forward in forwards)
 

@@ -11,8 +11,8 @@ import torch
 from lowmem.offload.copy_lanes import CardLane
 from made_up import SlowLane
 
-Timed = list[Callable[[], float]]  # functions that return seconds; called after all copies have ended
-FIRST = 3  # the first third of the measurements is left out: the device is still warming up
+Timed = list[Callable[[], float]]  # functions that return seconds; to be called after all copies have ended
+FIRST = 3  # 1/FIRST of the measurements, from the start, is left out as warm-up
 
 
 class OnCard(CardLane):
@@ -26,7 +26,7 @@ class OnCard(CardLane):
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: torch.Event) -> torch.Event:
         if self.is_host(to):
             return super().copy(to, source, after)
-        self._up.wait_event(after)  # before the first event, so that waiting does not count as copying
+        self._up.wait_event(after)  # before the first event, so that the copy's time does not include the wait
         return _on(self._up, self.copied, lambda: super(OnCard, self).copy(to, source, after))
 
     def hold(self, until: torch.Event) -> None:
@@ -34,7 +34,8 @@ class OnCard(CardLane):
 
 
 def _on(stream: torch.Stream, into: Timed, call: Callable):
-    """Returns the result of `call`, and appends the time between an event before it and an event after it to `into`."""
+    """Calls `call` between two events on `stream`. Returns its result, and appends to `into` a function that returns
+    the time between the events."""
     start, end = (torch.Event(stream.device, enable_timing=True) for _ in range(2))
     start.record(stream)
     found = call()

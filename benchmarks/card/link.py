@@ -1,6 +1,6 @@
-"""Describes the card, and measures the rates that the planner uses: matmuls, memory, and the link in both directions.
+"""Measures the rates that the planner uses: of matmuls, of memory, and of the link in both directions.
 
-The rates are stored for a week, so that a plan on this machine uses them. The planner itself measures the same rates,
+The rates are stored for a week, and plans on this machine use them. The planner itself also measures these rates,
 except for the rate of the link while copies run in both directions, for which it assumes a share.
 """
 
@@ -13,11 +13,11 @@ from benchmarks.card.case import Here
 from lowmem.plan.cost.machine import measured, store
 
 FLOATS = 1 << 25  # fp32 numbers per copy over the link
-OTHER_WAY = 4  # copies from the card during one copy to the card; they take longer than that copy
+OTHER_WAY = 4  # number of copies from the card during one copy to the card; together they take longer than that copy
 
 
 def rates(here: Here) -> Iterator[dict]:
-    """Yields one row with the measured rates in `found`."""
+    """Yields a row with the measured rates."""
     this = measured(here.on_card)
     found = {f"{dtype} TFLOPS": rate / 1e12 for dtype, rate in this.flops.items()}
     found["memory GB/s"] = this.bandwidth / 1e9
@@ -31,8 +31,8 @@ def rates(here: Here) -> Iterator[dict]:
 
 
 def seconds_both_ways() -> float:
-    """Measures a copy to a card while other bytes come down on a second stream, as nvbandwidth does (its issues 11, 15
-    and 53 show why). Returns the seconds of the fastest of five copies, after one warm-up copy."""
+    """Times copies to a card while other bytes are copied from the card on a second stream, as nvbandwidth does (its
+    issues 11, 15 and 53 explain why). Returns the seconds of the fastest of five copies after a warm-up copy."""
     down, up, taken = torch.cuda.Stream(), torch.cuda.Stream(), []
     pinned, received = (torch.empty(FLOATS, pin_memory=True) for _ in range(2))
     sent, to = (torch.empty(FLOATS, device="cuda") for _ in range(2))

@@ -1,4 +1,4 @@
-"""Writes the results of the cases as a page: benchmarks/results/card.md after a run on a card."""
+"""Writes the results of the cases as a Markdown page, which is benchmarks/results/card.md after runs on a card."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ def lines_of(record: Mapping) -> str:
 
 
 def is_wrong(row: Mapping) -> bool:
-    """Returns True if the case itself has marked this row as wrong."""
+    """Returns True if the case has marked this row as wrong."""
     return row.get("right") is False
 
 
@@ -57,8 +57,8 @@ def _top(machine: Mapping) -> list[str]:
 
 
 def _of_predictions() -> str:
-    """Returns a sentence on the machine that the predictions assume, which may differ from the measured one; "" without
-    predictions."""
+    """Returns a sentence about the machine that the predictions assume, which may differ from the machine that was
+    measured; "" without predictions."""
     card, cores = (prediction.stored().get(key) for key in ("card", "cores"))
     return (
         f"Predictions are for an {card.upper()} with {cores} host cores, at the rates of conf/gpu.yaml, and were made "
@@ -74,9 +74,9 @@ def _rows(known: Mapping) -> Iterator[dict]:
 
 
 def _speeds(known: Mapping) -> list[str]:
-    """Returns the table of all rows that were timed."""
+    """Returns the lines of the table of timed rows; [] without timed rows."""
     peak = peak_flops(known["machine"]["card"] or "")
-    is_real = bool(known["machine"]["card"])  # a rehearsal has small models
+    is_real = bool(known["machine"]["card"])  # no predictions for the small models of a rehearsal
     lines = [f"| {' | '.join(_cells(row, peak, is_real))} |" for row in _rows(known) if row.get("blocks")]
     return [HEAD, f"|{'---|' * HEAD.count(' |')}", *lines, ""] if lines else []
 
@@ -102,7 +102,8 @@ def _or_dash(value: float | None) -> str:
 
 
 def both(predicted: float | None, measured: float | None, form: str) -> str:
-    """Returns "predicted / measured", or the measured value alone."""
+    """Returns "predicted / measured", or only the measured value without a prediction. "-" stands for a measured value
+    of None."""
     values = [predicted, measured] if predicted is not None else [measured]
     return " / ".join("-" if value is None else form.format(value) for value in values)
 
@@ -112,7 +113,7 @@ def tokens_per_second(row: Mapping) -> float:
 
 
 def _findings_table(known: Mapping) -> list[str]:
-    """Returns the table of findings other than speed and memory."""
+    """Returns the lines of the table of findings other than speed and memory; [] without findings."""
     lines = [
         f"| {row['run']} | {row.get('by', 'lowmem')} | {what} | {shown(value)} |"
         for row in _rows(known)
@@ -137,7 +138,7 @@ def _findings(row: Mapping) -> str:
 
 
 def _missing(known: Mapping) -> list[str]:
-    """Returns one line for each case that has not been measured, and for each row that failed or is wrong."""
+    """Returns a line for each case that was not measured or not completed, and for each row that failed or is wrong."""
     lines = []
     for case in CASES:
         record = known["cases"].get(case.name)
@@ -158,5 +159,5 @@ def _because(record: Mapping) -> str:
 
 
 def short(why: str) -> str:
-    """Returns the last line of a text, at most 300 characters of it. In a traceback this line is the error."""
+    """Returns the last 300 characters of the last line of a text. In a traceback, this line is the error."""
     return (why.strip().splitlines() or [""])[-1][-300:]

@@ -1,8 +1,9 @@
-"""Predicts every run of `recipes.RUNS` for a card, without the card: bytes by the planner, seconds by its rates.
+"""Predicts the memory and the time of every run of `recipes.RUNS` on a card, without the card.
 
-The predictions are made and committed before a card measures anything, and are shown next to the measurements. They
-count operations and bytes at the rates of conf/gpu.yaml, and assume a host of sixteen cores: each core runs the
-optimizer as fast as the cores of benchmarks/results/host_optimizer.md, up to a memory bandwidth of 150 GB/s.
+The predictions are made and committed before a card measures anything, and the page shows them next to the
+measurements. Times are the planner's counts of operations and bytes at the rates of conf/gpu.yaml. The host is assumed
+to have sixteen cores, each of which runs the optimizer as fast as a core in benchmarks/results/host_optimizer.md, up to
+a memory bandwidth of 150 GB/s for all cores.
 """
 
 import json
@@ -52,12 +53,13 @@ def page(found: Mapping) -> str:
 
 
 def predicted(run: str) -> dict:
-    """Returns the prediction of a run; {} if the file lacks it."""
+    """Returns the prediction of a run; {} if FILE lacks it."""
     return stored().get("runs", {}).get(run, {})
 
 
 def stored() -> dict:
-    """Returns all predictions, and the card for which they were made; {} if the file does not exist."""
+    """Returns the contents of FILE: all predictions, and the card for which they were made; {} if FILE does not
+    exist."""
     return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 

@@ -29,12 +29,12 @@ def mapped_from(size):
 
 
 class Highest:
-    """Context manager that measures `rise`, the increase of `RssAnon` up to its peak, in bytes. The heap is trimmed
-    first, and large tensors are mapped, so that memory freed by earlier tests does not change the result."""
+    """Context manager that measures `rise`: the largest increase of `RssAnon` since the start, in bytes. It first trims
+    the heap and makes malloc map large tensors, so that memory freed by earlier tests does not change the result."""
 
     def __enter__(self):
         gc.collect()
-        trim()  # malloc reuses free heap memory, which would already be resident
+        trim()  # malloc would reuse free heap memory, which is already resident
         mapped_from(1 << 18)
         self.rise, self.over, start = 0, threading.Event(), resident("RssAnon")
 
@@ -53,7 +53,7 @@ class Highest:
 
 
 def peak(model, forward, inputs=()):
-    """Returns the peak of live bytes in forward and backward, without weights and gradients."""
+    """Returns the peak of live bytes in forward and backward, without weights, inputs and their gradients."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     outside = [t for p in [*model.parameters(), *inputs] for t in (p, p.grad) if t is not None]

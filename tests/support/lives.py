@@ -1,4 +1,4 @@
-"""Runs jobs in several processes over gloo. All processes run all jobs, one after another."""
+"""Runs jobs in several processes over gloo. Every process takes part in every job, one job after another."""
 
 import multiprocessing
 import os
@@ -14,11 +14,11 @@ import torch
 from lowmem.command.launch import free_port
 from networks import fp64_loss
 
-LIMIT = 100  # seconds to wait for each answer
+LIMIT = 100  # time limit for each answer, in seconds
 
 
 class Job(NamedTuple):
-    """A run. Args: lines: overrides; folder: run folder; at: names in AT of changes made before the run."""
+    """A run. Args: lines: overrides; folder: run folder; at: names in AT of changes that are made before the run."""
 
     lines: tuple[str, ...]
     folder: Path
@@ -26,8 +26,8 @@ class Job(NamedTuple):
 
 
 def several(size: int, *jobs: Job) -> list[list[str]]:
-    """Runs the jobs on `size` ranks. Returns the answers of each rank: for each job "", or the traceback of its error.
-    A rank that has died, or does not answer in time, has no further answers."""
+    """Runs the jobs on `size` ranks. Returns the answers of each rank: for each job "" or the traceback of an error. A
+    rank that has died, or does not answer in time, has fewer answers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "lives"])
     ports, calls, processes = [free_port() for _ in jobs], [], []
@@ -77,7 +77,7 @@ def live(job: Job, size: int = 1) -> None:
         stack.enter_context(patch("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(b"")))
         if "as typed" not in job.at:
             stack.enter_context(patch("lowmem.techniques.loss.cross_entropy.full", _loss))
-            stack.enter_context(patch("lowmem.fit.check", lambda *_: None))  # the check refuses fp64
+            stack.enter_context(patch("lowmem.fit.check", lambda *_: None))  # because the check refuses fp64
         for name in job.at:
             AT[name](stack)
         fit(run_of((*job.lines, devices)), job.folder)
@@ -93,7 +93,7 @@ def _loss(model, micro_batch):
 
 
 def _saves_at_once(stack):
-    """Saves a checkpoint before the first step of a run, with the state that the run has loaded."""
+    """Saves a checkpoint of the loaded state before the first step of a run."""
     from lowmem.saving.checkpoint import Checkpoints
 
     start = Checkpoints.on_train_start
@@ -106,7 +106,7 @@ def _saves_at_once(stack):
 
 
 def _forgets_state(stack):
-    """Wrong on purpose: the optimizer state of the checkpoint is dropped."""
+    """Deliberately wrong: checkpoints have no optimizer state."""
     from lowmem.saving import by_name
 
     state = by_name.optimizer_state
@@ -147,7 +147,7 @@ def _cannot_write_shards(stack):
 
 
 AT = {
-    "as typed": lambda _: None,  # with the typed precision and loss, not in fp64
+    "as typed": lambda _: None,  # trains with the typed precision and loss, not in fp64
     "saves at once": _saves_at_once,
     "forgets state": _forgets_state,
     "disk full at step 3": _second_rank_at(3, _full_disk),

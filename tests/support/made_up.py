@@ -1,5 +1,5 @@
-"""Stand-ins for parts of a card: copy lanes with late copies or a simulated clock, an allocator with made-up numbers,
-and a message of NCCL."""
+"""Stand-ins for parts of a card: copy lanes with delayed copies or a simulated clock, an allocator with made-up
+numbers, and a message from NCCL."""
 
 import random
 import time
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-# printed by NCCL's watchdog before it ends a rank
+# NCCL's watchdog prints this before it ends a rank
 WATCHDOG = (
     "[rank1]:[E ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
     "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
@@ -16,13 +16,13 @@ WATCHDOG = (
 
 
 class SlowLane:
-    """A copy lane whose copies run later, on a separate thread. Computation is synchronous."""
+    """A copy lane whose copies run later, one after another on a separate thread. Computation is synchronous."""
 
     registers = True
 
     def __init__(self):
         self.copies, self.moved = ThreadPoolExecutor(1), 0
-        self.registered = Counter()  # address -> registrations
+        self.registered = Counter()  # address -> number of registrations
 
     def staging(self, size):
         return torch.empty(size, dtype=torch.uint8)
@@ -52,8 +52,8 @@ class SlowLane:
 
 
 class LateLane(SlowLane):
-    """A copy lane whose copies take random times, on four threads: copies overtake each other unless they wait for an
-    event."""
+    """A copy lane whose copies take random times on four threads, so that copies overtake each other unless they wait
+    for an event."""
 
     def __init__(self, seed):
         super().__init__()
@@ -73,8 +73,9 @@ class LateLane(SlowLane):
 
 
 class ClockLane:
-    """A copy lane with a simulated clock. The copy of a block takes `copying` units of time, copies run one after
-    another, and `computes` advances the clock. The host never runs ahead of the device, which is the worst case."""
+    """A copy lane with a simulated clock. Copying a block takes `copying` units of time, blocks are copied one after
+    another, and `computes` advances the clock. The host never runs ahead of the device, which is the worst case for
+    prefetching."""
 
     registers = False
 
@@ -120,8 +121,8 @@ class Reached:
 
 
 class Allocator:
-    """A stand-in for the CUDA allocator. Every query increases the allocated peak by 100 bytes, and the reserved peak
-    by 200."""
+    """Stands in for the CUDA allocator. Every query increases the allocated peak by 100 bytes, and the reserved peak by
+    200 bytes."""
 
     peak, resets = 10**9, 0
 
@@ -137,7 +138,7 @@ class Allocator:
         self.resets += 1
 
     def install(self, monkeypatch):
-        """Makes the memory meter of all later runs query this allocator, as if they ran on a card."""
+        """Makes the memory meter query this allocator, as if runs were on a card. `monkeypatch` restores the meter."""
         from lowmem.memory.meter import MemoryMeter  # imported here, because it imports Lightning
 
         monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)

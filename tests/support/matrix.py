@@ -35,7 +35,7 @@ IN_8_BITS = {"gradients": UPDATE["optim=adam8bit"][0], "weights": UPDATE["optim=
 WINDOWS = (
     "accumulation=fixed",
     "accumulation.batches=2",
-)  # windows of 8 rows; every second window has one row, so a rank has none
+)  # 8 rows, then a window of 1 row, so a rank has none
 CLIP = "clip=0.5"
 SCALED = "precision.init_scale=4096"
 

@@ -1,11 +1,11 @@
-"""Runs the tests marked `kernels`, except those also marked `matrix`, once per setting of the math libraries: `make
-test-kernels`.
+"""Runs the tests with the mark `kernels` and without the mark `matrix`, once per setting of the math libraries. `make
+test-kernels` runs it.
 
-Processors have different kernels, which sum and round in different orders, so a bound that was measured with one kernel
-may fail with another. Four variables select kernels of other processors, and one variable is changed at a time:
-ATEN_CPU_CAPABILITY for torch's operators, ONEDNN_MAX_CPU_ISA for 16-bit matmuls, MKL_CBWR for fp32 matmuls, and
-OMP_NUM_THREADS for all of them. `--shard=2/9` runs every ninth setting, from the second on; other arguments are passed
-to pytest.
+Processors have different kernels, which sum and round in different orders, so a bound that holds with one kernel may
+fail with another. Four environment variables select other kernels: ATEN_CPU_CAPABILITY for torch's operators,
+ONEDNN_MAX_CPU_ISA for 16-bit matmuls, MKL_CBWR for fp32 matmuls, and OMP_NUM_THREADS for all of these. A setting
+changes one variable. `--shard=2/9` runs every ninth setting, beginning with the second; other arguments are passed to
+pytest.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tiers import shard
 
-# (variable, value, required flag in /proc/cpuinfo)
+# (variable, value, flag of /proc/cpuinfo that the processor must have, or None)
 SETTINGS = (
     ("OMP_NUM_THREADS", "1", None),
     ("OMP_NUM_THREADS", "2", None),
@@ -30,24 +30,25 @@ SETTINGS = (
     ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "avx512_bf16"),
     ("MKL_CBWR", "COMPATIBLE", None),
 )
-SLEEPING = {"OMP_WAIT_POLICY": "passive"}  # spinning threads take 30 times as long on shared cores
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}  # on shared cores, spinning threads take 30 times as long as sleeping ones
 ROW = "{:<36}{:>8}{:>8}{:>9}"
 
 
 def units() -> set[str]:
-    """Returns the flags of this processor, or an empty set if /proc/cpuinfo does not exist."""
+    """Returns the words of /proc/cpuinfo, which include the processor's flags; an empty set if the file does not
+    exist."""
     file = Path("/proc/cpuinfo")
     return set(file.read_text().split()) if file.exists() else set()
 
 
 def counts(output: str) -> tuple[int, int]:
-    """Returns the numbers of passed tests and of failures and errors, from the last line of pytest's output."""
+    """Returns (passed tests, failures and errors), read from the end of pytest's output."""
     found = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", output[-200:])}
     return found.get("passed", 0), found.get("failed", 0) + found.get("error", 0)
 
 
 def run(variable: str, value: str, arguments: list[str]) -> tuple[str, bool]:
-    """Runs the tests with one setting. Returns the row of the table, and whether all tests passed."""
+    """Runs the tests with one setting. Returns (row of the table, True if all tests passed)."""
     start, name = time.monotonic(), f"{variable}={value}"
     command = [sys.executable, "-m", "pytest", "-m", "kernels and not matrix", *arguments]
     changed = os.environ | SLEEPING | {"OMP_NUM_THREADS": "1", variable: value}

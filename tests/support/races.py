@@ -1,4 +1,5 @@
-"""Trains over a copy lane, and has wrong variants, such as a wait left out. Each of them would be a race on a card."""
+"""Trains over a copy lane, and defines deliberately wrong variants, such as a missing wait. Each of them would be a
+race on a card."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,14 +23,14 @@ def config(*lines, base=()):
 
 
 def run(lane, model, arguments, weights=("weights=streamed",)):
-    """Trains with all copies over a lane. Returns `streams.Trained`. Args: arguments: the result of `streams.lines`."""
+    """Trains with all copies over `lane`. Returns `streams.Trained`. Args: arguments: the result of `streams.lines`."""
     with patch.object(boundary, "_lane", lambda device: lane):
         return trained(config, list(weights), model, arguments, lane=lane)
 
 
 @contextmanager
 def all_over(lane):
-    """Makes all runs in this context copy over a lane, as on a card."""
+    """Makes all runs in this context copy over `lane`, as on a card."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(boundary, "_lane", lambda device: lane))
         patches.enter_context(patch.object(streamed, "lane_of", lambda device: lane))
@@ -47,7 +48,8 @@ def without_hold(patch):
 
 
 def slot_given_back_too_early(patch):
-    """The next copy into a slot waits for the previous copy, but not for the computation that reads the slot."""
+    """The next copy into a slot waits for the previous copy into it, but not for the computation that reads the
+    slot."""
     free = StreamedWeights._free
 
     def too_early(self, slot):
@@ -93,7 +95,7 @@ def gradient_freed_before_its_copy_has_run(patch):
 
 
 def copy_before_the_gradient_is_complete(patch):
-    """All copies to the host wait for the first event of the run instead of the event of their gradient."""
+    """Each copy to the host waits for the event of the first copy to the host, instead of the event of its gradient."""
     copy = CardLane.copy
 
     def early(self, to, source, after):
@@ -127,7 +129,7 @@ def boundary_fetched_before_it_has_left(patch):
 
 
 def slot_taken_from_a_block_that_backward_reads(patch):
-    """If no slot is free, the copy overwrites a slot whose block is still computing."""
+    """If no slot is free, the copy overwrites a slot that a block may still be reading."""
     fetch = StreamedWeights._fetch
 
     def taking(self, number):

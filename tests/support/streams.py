@@ -1,4 +1,4 @@
-"""A short training with resident or streamed weights, and the results that must be equal for both."""
+"""A short training with resident or streamed weights, and its results, which must be equal for both."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -16,11 +16,12 @@ from same import same
 from two_models import configured, linked_by, windows
 
 SMALL = {"vocab_size": parity.VOCABULARY, "tie_word_embeddings": True}
-GPT2 = {"n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}  # with the default dropout of 0.1
+GPT2 = {"n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}  # dropout has its default of 0.1
 OTHER = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
 OTHER |= {"intermediate_size": 128, "head_dim": 32, "attention_dropout": 0.1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
-# A mixture of experts has an auxiliary loss, whose gradient reaches a block in addition to the gradient of its output.
+# The auxiliary loss of the mixture of experts adds a second gradient in each block, besides the gradient of the block's
+# output.
 MODELS = {
     "gpt2": GPT2 | SMALL,
     "llama": OTHER | SMALL | {"tie_word_embeddings": False},
@@ -29,7 +30,7 @@ MODELS = {
 }
 POLICIES = {name: [] for name in ("every_layer", "sqrt", "selective", "offload", "offload_attention")}
 POLICIES |= {"every_k": ["gradient_checkpointing.k=2"]}
-SCALE = {"16-master": ["precision.init_scale=3e5"]}  # high enough to skip the first steps
+SCALE = {"16-master": ["precision.init_scale=3e5"]}  # so high that the first steps are skipped
 
 
 class Trained(NamedTuple):
@@ -45,7 +46,7 @@ class Trained(NamedTuple):
 
 
 class Sees(Callback):
-    """Records masters, weights and losses before the run ends, because `stop` may replace the weights."""
+    """Records losses, and masters and weights at the end of training, before `stop` may replace the weights."""
 
     def __init__(self):
         self.losses = parity.Losses()
@@ -72,7 +73,7 @@ def built(cfg, model, **changed):
 
 
 def trained(config, weights, model, arguments, lane=None, changed=(), prepare=lambda module: None) -> Trained:
-    """Trains a model and returns the results.
+    """Trains a model of MODELS and returns the results.
 
     Args:
         weights: overrides of the placement of weights.

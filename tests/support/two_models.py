@@ -1,4 +1,4 @@
-"""A naive training loop with two full models, and training with lowmem: both must give the same bits."""
+"""A naive training loop with two full models, and training with lowmem. Both must give equal bits."""
 
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -37,7 +37,7 @@ def configured(config, precision, optim, clip, accumulation, scheduler, *more):
 
 
 def linked_by(lane):
-    """Context manager in which masters use a staged link over a lane."""
+    """Returns a context manager in which masters use a staged link over `lane`."""
     return patch.object(master_weights, "link_to", lambda device: StagedLink(lane, slot_bytes=4096, slots=2))
 
 
@@ -55,7 +55,7 @@ def naive(cfg):
     """Trains with two full models and all gradients in fp32. Returns (fp32 weights, 16-bit weights, number of skipped
     windows)."""
     dtype = torch.float16 if cfg.precision.target.endswith(".Float16Master") else torch.bfloat16
-    with widened(dtype, cfg.device):  # another order of sums would change bits
+    with widened(dtype, cfg.device):  # as lowmem does: another order of sums would change bits
         return _naive(cfg, dtype)
 
 
@@ -96,8 +96,8 @@ def _naive(cfg, dtype):
 
 
 def rounded(wide, dtype):
-    """Rounds like masters: fp16 to nearest even; bf16 with ties away from zero, so that 16 more bits restore the fp32
-    value."""
+    """Rounds fp32 weights as lowmem's masters do: to fp16 with ties to even, and to bf16 with ties away from zero, so
+    that 16 more bits restore the fp32 value."""
     if dtype == torch.float16:
         return wide.half()
     upper = (wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
@@ -105,7 +105,8 @@ def rounded(wide, dtype):
 
 
 def ours(cfg, lane=None):
-    """Trains with the real module and trainer. Returns (fp32 weights, 16-bit weights, number of skipped windows)."""
+    """Trains with lowmem's module and Lightning's trainer. Returns (fp32 weights, 16-bit weights, number of skipped
+    windows)."""
     module = build(cfg)
     plugins = list(map(instantiate, cfg.plugins))
     trainer = parity.trainer(cfg, plugins, callbacks(cfg))

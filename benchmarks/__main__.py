@@ -1,7 +1,7 @@
-"""Runs benchmarks that need neither a card nor a drive, one after the other: python -m benchmarks
+"""Runs the benchmarks that need neither a card nor a scratch drive, one after the other: python -m benchmarks
 
-Each benchmark that measures writes results/<name>.json and .md with the versions and the machine. All of them take
-about four hours on two cores; --only runs some of them.
+Each benchmark that measures writes benchmarks/results/<name>.json and .md with the versions and the machine. All
+benchmarks together take more than seven hours on two cores; --only runs some of them.
 """
 
 import argparse

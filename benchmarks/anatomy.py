@@ -1,5 +1,5 @@
-"""Draws docs/one-step.png and docs/techniques.png: which tensors use the memory during one training step, and how each
-technique changes that.
+"""Draws docs/one-step.png and docs/techniques.png. They show which tensors use the memory during a training step, and
+how techniques change that.
 
 python -m benchmarks.anatomy             # about three minutes on two cores.
 """
@@ -31,8 +31,8 @@ RECIPES = {
 
 
 def row(recipe: str) -> dict:
-    """Trains with one recipe. Returns the peak bytes of the run, and `points`: [phase, bytes of each category] at the
-    allocations and releases of the last sampled step."""
+    """Trains with a recipe. Returns the peak bytes of the run, and `points`: [phase, bytes of each category] at each
+    allocation and release of the last sampled step."""
     summary = run_train([*SHORT, *RECIPES[recipe]])
     with (Path(os.environ["ROW_FOLDER"]) / "memory_step.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -41,7 +41,8 @@ def row(recipe: str) -> dict:
 
 
 def draw(results: dict, file: Path, names: list[str], columns: int) -> None:
-    """Draws a panel for each name. All panels share one vertical scale, so that they can be compared."""
+    """Draws a panel for each name, in `columns` columns. The panels share one vertical scale, so that they can be
+    compared."""
     from lowmem.report.colours import OF_CATEGORY
     from lowmem.report.picture import plt
 

@@ -1,9 +1,9 @@
-"""Copies tables of results from benchmarks/results/ into README.md and the pages of docs/. Run it after a benchmark.
+"""Copies tables of results from benchmarks/results/ into README.md and the pages of docs/. To be run after benchmarks.
 
 python -m benchmarks.pages               # less than a second
 
 A page names a table in a comment such as `<!-- table 2 of ../benchmarks/results/speed.md -->`. The table replaces the
-lines from the comment to the next empty line.
+lines between the comment and the next empty line.
 """
 
 import re
@@ -16,7 +16,7 @@ MARK = re.compile(r"^<!-- table ([1-9]\d*) of (\S+) -->\n(?:(?!\n).*\n?)*", re.M
 
 
 def tables(text: str) -> list[str]:
-    """Returns every Markdown table of a page, each with a final line break."""
+    """Returns the Markdown tables of a page, each with a final line break."""
     return [match[0] for match in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE)]
 
 
@@ -24,7 +24,8 @@ def filled(page: str, folder: Path = DOCS) -> str:
     """Returns the page with the current tables of results. Args: folder: the page's folder, for relative paths.
 
     Raises:
-        FileNotFoundError, IndexError: a table does not exist.
+        FileNotFoundError: a file of results does not exist.
+        IndexError: a file of results has too few tables.
     """
 
     def table(mark: re.Match) -> str:

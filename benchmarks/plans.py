@@ -1,7 +1,7 @@
 """Lists the recipes that the planner chooses for common models and cards.
 
 python -m benchmarks.plans                 # about forty minutes on two cores; nothing is downloaded or allocated.
-python -m benchmarks.plans --only QLoRA    # plans one of the three tables; keeps the other two
+python -m benchmarks.plans --only QLoRA    # plans the recipes of one of the three tables; keeps the other two
 """
 
 import argparse
@@ -23,7 +23,8 @@ RAM = 64
 
 
 def row(adapter: str, model: str, card: str) -> dict:
-    """Runs plan.py once. Returns the fastest recipe that fits, or the recipe with the least memory if none fits."""
+    """Runs plan.py once. Returns figures of its first recipe: the fastest recipe that fits, or if none fits, the recipe
+    with the least memory."""
     import plan
     from lowmem.command import cli
 

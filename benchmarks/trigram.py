@@ -9,9 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-PRIOR = (
-    2.0  # pseudo-observations from the shorter context; on source code, 1 to 4 give equal bits within 0.02
-)
+PRIOR = 2.0  # pseudo-observations from the shorter context; on source code, 1 to 4 give equal bits within 0.02
 
 
 def trigram_bits_per_byte(train: Iterable[bytes], val: Iterable[bytes]) -> float:

@@ -1,1 +1,1 @@
-"""Measures everything that needs a real GPU, with one command: `python -m benchmarks.card`."""
+"""Measures results that need a CUDA card, with one command: `python -m benchmarks.card`."""

@@ -1,13 +1,14 @@
-"""The cases of `python -m benchmarks.card`, the most valuable first: a card may be available for minutes only.
+"""The cases of `python -m benchmarks.card`. The most valuable cases come first, because a card may be available for
+minutes only.
 
-The seconds are for one H100 with sixteen cores, estimated until a card has measured them.
+The seconds are for one H100 with sixteen host cores. They are estimates until a card has measured them.
 """
 
 from benchmarks.card.case import Case
 
 HERE = "benchmarks.card"
-# For cases with deterministic=true. Set for the whole process, because torch reads it at the first matrix product,
-# which an earlier run of the case may compute.
+# For cases with deterministic=true. The variable is set for the whole process, because torch reads it at the first
+# matrix product, which an earlier run of the case may compute.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 CASES = (
     Case("card and link", 20, f"{HERE}.link:rates"),

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 
 def one_of(*strategies):
-    """Returns a strategy that draws from each given strategy equally often."""
+    """Returns a strategy that first draws one of the given strategies, and then draws from it."""
     return st.sampled_from(strategies).flatmap(lambda strategy: strategy)
 
 
 def outcomes(outcome, strategies, folder, cases, again=False):
-    """Returns how often `outcome(folder, *drawn)` has each result. Each case begins with an empty folder.
+    """Returns result -> how often `outcome(folder, *drawn)` returned it. Each case begins with an empty folder.
 
     Args:
         cases: number of cases.
-        again: True to draw other cases in each call.
+        again: True draws different cases in each call.
     """
     counted = Counter()
 

@@ -1,4 +1,4 @@
-"""Lets this process act as each rank of a group in turn, with torch's fake process group, whose collectives send
+"""Lets this process act as each rank of a group in turn. It uses torch's fake process group, whose collectives send
 nothing. `saved_by` writes a checkpoint of several ranks in the steps of `torch.distributed.checkpoint.save`."""
 
 from contextlib import contextmanager
@@ -15,11 +15,11 @@ from lowmem.system.torch_private import FakeStore
 
 @contextmanager
 def as_rank(rank, size, *names):
-    """Enters a fake process group as `rank` and yields its device mesh.
+    """Enters a fake process group as `rank`. Yields its device mesh.
 
     Args:
-        names: the name of the mesh's dimension. torch caches meshes by name, so ranks of equal meshes need different
-            names.
+        names: name of the mesh's dimension, or nothing. torch caches meshes by name, so different ranks of equal meshes
+            need different names.
     """
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
@@ -29,7 +29,7 @@ def as_rank(rank, size, *names):
 
 
 def part_of(whole, mesh, dim=0):
-    """Returns a tensor as a DTensor that is sharded along `dim`. The shards of the last ranks may be smaller or
+    """Returns a DTensor with this rank's shard of a tensor along `dim`. The shards of the last ranks may be smaller, or
     empty."""
     pieces = whole.chunk(mesh.size(), dim) if whole.dim() else ()
     mine = mesh.get_local_rank()

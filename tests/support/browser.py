@@ -1,4 +1,5 @@
-"""Opens pages in Chromium with a given window width, through its debugging pipe: without a driver or a network."""
+"""Opens pages in Chromium with a given window width. Uses Chromium's debugging pipe, so it needs neither a driver nor a
+network."""
 
 import json
 import os
@@ -35,7 +36,7 @@ class Browser:
             self._ask(f"{domain}.enable")
 
     def open(self, page: Path, width: int, height: int = 1000, dark: bool = False) -> None:
-        """Opens a page, and returns when it is drawn."""
+        """Opens a page, and returns after it has loaded and been drawn."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -45,7 +46,7 @@ class Browser:
         self.settle()
 
     def run(self, script: str) -> object:
-        """Returns the value of an expression, or of its promise."""
+        """Returns the value of an expression; if it is a promise, the value of the promise."""
         options = {"awaitPromise": True, "returnByValue": True}
         found = self._ask("Runtime.evaluate", expression=script, **options)
         if "exceptionDetails" in found:
@@ -81,7 +82,7 @@ class Browser:
         return json.loads(whole)
 
     def _hear(self, said: dict) -> None:
-        """Collects the errors of the page."""
+        """Collects the errors and warnings of the page in `errors`."""
         method, told = said.get("method"), said.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.errors.append(told["exceptionDetails"].get("exception", {}).get("description", str(told)))

@@ -1,5 +1,5 @@
-"""Runs a command in a separate process that claims its output folder at the same time as other processes, without
-training."""
+"""Runs train.py in a separate process, without training. The process claims its output folder at the same time as other
+processes."""
 
 import os
 import sys
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 def live(root: str, cwd: str, arguments: list[str], together, number: int, claims: bool) -> None:
-    """Runs the command.
+    """Runs train.py with `arguments`.
 
     Args:
-        together: a barrier of all processes.
-        claims: False is wrong on purpose: the process does not claim its folder.
+        together: a barrier for all processes.
+        claims: False is a deliberate mistake: the process does not claim its folder.
     """
     sys.path.insert(0, root)
     os.chdir(cwd)
@@ -37,7 +37,7 @@ def live(root: str, cwd: str, arguments: list[str], together, number: int, claim
 
     if not claims:
         Claim.on_run_start = Claim.on_multirun_start = lambda *_, **__: None
-    hydra.core.utils.datetime = Clock  # all processes start in the same second
+    hydra.core.utils.datetime = Clock  # all processes see the same time, so their default folders are equal
     cli.run = job
     sys.argv = ["train.py", *arguments]
     together.wait(60)

@@ -1,12 +1,12 @@
-"""Twenty conversations with features that chat templates treat differently.
+"""Twenty conversations with features that chat templates render in different ways.
 
-The conversations are records of `data=chat`: with system prompts, several answers, tools and calls, reasoning, an empty
-turn, several scripts, code, and white space at the ends of contents.
+The conversations are records of `data=chat`. They have system prompts, several answers, tools and calls, reasoning, an
+empty turn, several scripts, code, and white space around contents.
 """
 
 
 def said(*contents: str) -> list[dict]:
-    """Returns alternating messages of the user and the assistant."""
+    """Returns messages with these contents, alternately of the user and the assistant."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 

@@ -1,5 +1,5 @@
-"""Makes virtual environments with further packages. They also see the packages of this environment, with lower
-priority."""
+"""Makes virtual environments with further packages. These environments also have the packages of this environment,
+which their own packages override."""
 
 import os
 import subprocess
@@ -16,8 +16,8 @@ def python_with(place: Path, *packages: str, variable: str, dependencies: bool =
 
     Args:
         place: folder in which the environment is made.
-        variable: environment variable that may name a Python with these packages; nothing is made then.
-        dependencies: True to also install their dependencies that this environment lacks.
+        variable: environment variable. If it is set, it names a Python with these packages, which is returned instead.
+        dependencies: True also installs dependencies of the packages that this environment lacks.
     """
     if given := os.environ.get(variable):
         return given

@@ -13,7 +13,7 @@ def made(
     precision: BasePrecision | None = None,
     weights: WeightsOnDevice | None = None,
 ) -> MasterWeights:
-    """Makes the masters of the module's parameters. Returns the `MasterWeights` callback that owns them."""
+    """Makes masters of the module's parameters. Returns the `MasterWeights` callback that owns the masters."""
     callback = MasterWeights()
     callback.connect(precision or BFloat16Master(), weights or WeightsOnDevice())
     callback.make(module)

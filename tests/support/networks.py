@@ -30,7 +30,8 @@ def network(model_type="gpt2", **changes):
 
 
 def shaped(model_type, layers=5, dropout=0.0):
-    """Returns a small model of an architecture. Args: dropout: probability of all its kinds of dropout."""
+    """Returns a small model of an architecture. Args: layers: number of blocks; dropout: probability for all kinds of
+    dropout in the architecture."""
     changes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": WIDTH}, "gpt2": {"n_layer": layers}}.get(model_type, {})
     if model_type != "gpt2":
         changes["num_hidden_layers"] = layers
@@ -40,13 +41,13 @@ def shaped(model_type, layers=5, dropout=0.0):
 
 
 def fp64_loss(model: nn.Module, batch):
-    """Returns the summed cross entropy in the dtype of the model. (`full` computes in fp32.)"""
+    """Returns the summed cross entropy, computed in the dtype of the logits, whereas `full` computes it in fp32."""
     logits = model(**batch.inputs, use_cache=False).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
 
 class Nothing:
-    """A stand-in for a tokenizer that saves no files."""
+    """Stands in for a tokenizer. Saves no files."""
 
     is_fast = False
 

@@ -1,7 +1,7 @@
 """Runs a test that measures memory in a new process.
 
 Earlier tests leave a fragmented heap. New tensors would fill its gaps without increasing resident memory, so a
-measurement would depend on the tests that the worker ran before.
+measurement in the pytest worker would depend on its earlier tests.
 """
 
 import functools
@@ -42,6 +42,6 @@ def _live(saying, module, name, arguments):
         own = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}
         try:
             test(**arguments, **own)
-        except BaseException:  # including assertions
+        except BaseException:  # also AssertionError and pytest's outcomes
             failure = traceback.format_exc()
     saying.send(failure)

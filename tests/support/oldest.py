@@ -1,4 +1,4 @@
-"""Prints pip pins of the lowest version that pyproject.toml allows for each dependency, for `make test-oldest`."""
+"""Prints pip pins for `make test-oldest`: of each dependency, the lowest version that pyproject.toml allows."""
 
 import re
 import tomllib
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def pins() -> list[str]:
-    """Returns pins such as `torch==2.11` for `torch>=2.11,<2.16`, of all dependencies and all extras except `trl` and
-    `verify`."""
+    """Returns pins, such as `torch==2.11` for `torch>=2.11,<2.16`, of the dependencies and of all extras except `trl`
+    and `verify`."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = chain(project["dependencies"], *(extras[extra] for extra in extras if extra not in ("trl", "verify")))

@@ -1,6 +1,6 @@
 """Opens exported folders with transformers 4. test_transformers_4.py runs this script in a separate environment.
 
-Writes the logits of each folder's `ids.pt` and the tokens of TEXT as `theirs.pt`.
+For each folder, writes the logits for its `ids.pt` and the tokens of TEXT to `theirs.pt`.
 """
 
 import sys

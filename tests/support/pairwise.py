@@ -1,7 +1,8 @@
-"""Chooses rows of a matrix so that any two values of different axes occur together in a row.
+"""Chooses rows of a matrix so that any two values of different axes occur together in some chosen row, if a possible
+row has both.
 
-Faults of combinations nearly always involve only two values (Kuhn, Wallace and Gallo 2004, "Software fault interactions
-and implications for software testing"). All rows of the matrix would be ten times as many.
+Faults that depend on combinations mostly involve only two values (Kuhn, Wallace and Gallo 2004, "Software fault
+interactions and implications for software testing"). The whole matrix has about ten times more rows.
 """
 
 from collections import Counter
@@ -9,12 +10,13 @@ from itertools import combinations, product
 
 
 def pairwise(*axes, possible=lambda row: True):
-    """Returns the chosen rows; the result is deterministic. Each step chooses the row with the most new pairs, and
-    among several such rows the row whose values were used least.
+    """Returns the chosen rows, which are deterministic. Each step chooses the row with the most new pairs of values.
+    Among several such rows, it chooses the row whose values were used least.
 
     Args:
-        axes: the values of each axis.
-        possible: returns True if a row may be chosen. Removing rows afterwards would also remove their other pairs.
+        axes: for each axis, its values.
+        possible: function that returns True if a row may be chosen. (Removing impossible rows from the result would
+            also remove their possible pairs.)
     """
     rows = {row: set(combinations(enumerate(row), 2)) for row in filter(possible, product(*axes))}
     left, used, chosen = set().union(*rows.values()), Counter(), []

@@ -1,9 +1,11 @@
-"""Trains a list of recipes and compares their figures and exported models bit by bit, before and after a refactoring.
+"""Trains a list of recipes. Compares their metrics and the bits of their exported models before and after a
+refactoring.
 
     python tests/support/recipe_bits.py --to before.json
     python tests/support/recipe_bits.py --against before.json [--only WORDS]
 
-The bits depend on the machine and its libraries, so the file is not committed: run both commands on one machine.
+The bits depend on the machine and its libraries. Therefore both commands must run on one machine, and the file is not
+committed.
 """
 
 import argparse
@@ -100,7 +102,7 @@ RECIPES = {
 
 def bits(lines: list[str], folder: Path) -> dict[str, object]:
     """Trains a recipe. Returns the losses, gradient norms and skipped steps of metrics.csv and a digest of the exported
-    model, or the last line of its error."""
+    model. If training fails, returns the last line of the error."""
     lines = [line.format(folder=folder / "drive") for line in lines]
     (folder / "drive").mkdir()
     model = [] if {*LLAMA} <= {*lines} else GPT2

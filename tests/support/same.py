@@ -1,4 +1,4 @@
-"""Compares the last checkpoints of two runs: every tensor bit by bit, at any nesting."""
+"""Compares the last checkpoints of two runs, tensor by tensor and at any nesting."""
 
 import torch
 
@@ -9,7 +9,7 @@ from lowmem.step.fp32_halves import joined
 
 def last(run):
     """Returns the training state in the newest checkpoint of a run folder, without Lightning's own entries. Weights
-    stored in two halves are joined."""
+    that are stored in two halves are joined."""
     saved = torch.load(complete(run / "checkpoints")[-1], weights_only=True)
     state, rests = saved["state_dict"], saved.pop("rests", {})
     whole = {

@@ -1,4 +1,4 @@
-"""A callback for each rank of a run: type `+callbacks.seen._target_=seen_on_ranks.Pinned`."""
+"""A callback that each rank of a run calls. The override `+callbacks.seen._target_=seen_on_ranks.Pinned` adds it."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ from lightning.pytorch import Callback
 
 
 class Pinned(Callback):
-    """Writes whether all shards of a rank are in pinned memory. Args: folder: folder for one file per rank."""
+    """At the end of training, writes "True" if all shards of a rank are in pinned memory, otherwise "False". Args:
+    folder: folder for one file per rank."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)

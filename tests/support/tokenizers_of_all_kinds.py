@@ -1,5 +1,5 @@
-"""Small tokenizers of every kind in the `tokenizers` library: each model with each pre-tokenizer, and with special
-tokens before and after a text."""
+"""Small tokenizers of many kinds: the models and pre-tokenizers of the `tokenizers` library in any combination, and
+special tokens before and after a text."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ def _sequence():
     return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
-# name -> pre-tokenizer and decoder
+# name -> (function that makes a pre-tokenizer or None, function that makes a decoder or None)
 PRE_TOKENIZERS = {
     "byte level": (lambda: pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel),
     "byte level, a space before": (lambda: pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel),
@@ -41,7 +41,7 @@ PRE_TOKENIZERS = {
     "none": (None, decoders.Fuse),
 }
 MODELS = ("bpe", "bpe with bytes", "unigram", "wordpiece", "wordlevel")
-# name -> post-processor, tokens before a text, tokens after a text
+# name -> (function that makes a post-processor or None, tokens before a text, tokens after a text)
 AROUND = {
     "nothing": (None, [], []),
     "bos": (lambda: _template(f"{BOS} $A"), [BOS], []),
@@ -79,7 +79,8 @@ def _untrained(model):
 
 @cache
 def backend(model: str, pre_tokenizer: str, lower: bool = False) -> str:
-    """Trains a tokenizer without a post-processor. Returns it as JSON."""
+    """Trains a tokenizer without a post-processor, and returns it as JSON. Args: model: one of MODELS; pre_tokenizer: a
+    key of PRE_TOKENIZERS; lower: True normalizes texts to lower case."""
     split, decoder = PRE_TOKENIZERS[pre_tokenizer]
     of_bytes = model == "bpe with bytes"
     untrained, trainer = _untrained("bpe" if of_bytes else model)

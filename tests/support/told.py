@@ -1,4 +1,4 @@
-"""Runs a command in a separate process that waits for a signal in a given phase."""
+"""Runs train.py in a separate process that waits for a signal in a given phase."""
 
 import os
 import signal
@@ -7,22 +7,22 @@ import time
 from pathlib import Path
 
 PHASES = ("load", "step", "evaluation", "save", "sampling", "export")
-LONG = 20.0  # seconds of an uninterrupted wait; a test fails if a process takes half of it
+LONG = 20.0  # seconds of an uninterrupted wait; a test fails if a process needs half of them to end
 
 
 def live(root: str, arguments: list[str], phase: str | None, said: str, deaf: bool = False) -> None:
-    """Runs the command.
+    """Runs train.py with `arguments`.
 
     Args:
-        phase: phase in which the run waits; None: it does not wait.
+        phase: phase of PHASES in which the run waits; None: it does not wait.
         said: file for the output.
-        deaf: True is wrong on purpose: no signal handlers are installed.
+        deaf: True is a deliberate mistake: no signal handlers are installed.
     """
     sys.path.insert(0, root)
     os.chdir(root)
     for number in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # otherwise a background process of a shell ignores SIGINT
 
     import train
 
@@ -38,7 +38,7 @@ def live(root: str, arguments: list[str], phase: str | None, said: str, deaf: bo
 
 
 def _arrange(phase: str, reached: Path) -> None:
-    """Makes the function of the phase first create the file `reached` and wait."""
+    """Patches a function of the phase: it first creates the file `reached` and waits."""
     from lowmem.data import token_store
     from lowmem.report.sample import Samples
     from lowmem.saving import checkpoint
@@ -61,7 +61,7 @@ def _arrange(phase: str, reached: Path) -> None:
         setattr(where, name, slow)
 
     if phase == "load":
-        before(token_store, "load_bpe", LONG)  # a temporary file of the cache exists
+        before(token_store, "load_bpe", LONG)  # here a temporary file of the cache exists
     elif phase == "step":
         before(CausalLM, "training_step", 1.0, lambda module, *_: module.global_step == 2)
     elif phase == "evaluation":
@@ -73,7 +73,7 @@ def _arrange(phase: str, reached: Path) -> None:
     elif phase == "export":
         before(
             token_store.PreTrainedTokenizerFast, "save_pretrained", LONG
-        )  # the temporary folder already has the weights
+        )  # here the temporary folder already has the weights
 
 
 def _ask_slowly(samples: type, wait) -> None:

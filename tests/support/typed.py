@@ -12,10 +12,10 @@ from lowmem.system.errors import Refused
 
 
 def typed_run(words: list[str], config: str = "config") -> Run:
-    """Returns the run of a command's words.
+    """Returns the run of a command. Args: words: the command's arguments; config: the main config of conf/.
 
     Raises:
-        Refused: with the message that the command prints.
+        Refused: Hydra or lowmem refuses the words. The message is the one that the command prints.
     """
     lines = cli.prepare(words)
     try:

@@ -4,7 +4,7 @@ from lowmem.training.module import CausalLM
 
 
 def z_of_each_micro_batch(monkeypatch):
-    """Makes the KTO loss compute z from the rows of each micro-batch instead of the window."""
+    """Makes the KTO loss compute a separate z from the rows of each micro-batch, instead of one z per window."""
     right = CausalLM._run_micro_batch
 
     def wrong(self, micro_batch, weight, sums):

@@ -26,7 +26,7 @@ from lowmem.data.sources.chat_tokens import ChatTokens
 from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
 
-VERSION = 2  # increase it when the rendering of conversations changes
+VERSION = 3  # increase it when the rendering of conversations changes
 ROLES = ("system", "developer", "user", "assistant", "tool")
 BLANK = "empty answers of the assistant, kept as context and not in the loss"
 SYSTEM = ("system", "developer")  # roles of instructions, allowed once and at the beginning

@@ -15,8 +15,8 @@ conversation is divided into rows. TRL prepares each conversation in two ways:
 - answers: each answer as the completion of the messages before it, with the model's own template
 
 To find the parts of a conversation that a template drops, the benchmark replaces one part after another by another
-text. A template drops a part if the replacement changes the rendering of no answer. This check uses the training code
-of neither library.
+text. A part counts as dropped if its replacement leaves the rendering of every answer unchanged. This check does not
+use the training code of either library.
 """
 
 import argparse

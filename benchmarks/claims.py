@@ -5,8 +5,8 @@ python -m benchmarks.claims --only smollm2   # measures one of the two models an
 
 Each row trains a model in a separate process: GPT-2 small's architecture with random weights (124M parameters), or
 SmolLM2-135M-Instruct with its trained weights (tests/support/real_model.py). train.py's default model, `tiny`, is not
-suitable: most of its tensors have fewer than 4096 elements, for which 8-bit optimizers keep 32-bit state. The bytes of
-GPT-2 XL are counted on fake tensors, which have shapes but no memory.
+used, because a process needs far more memory than its 2.6M parameters. The bytes of GPT-2 XL are counted on fake
+tensors, which have shapes but no memory.
 """
 
 import argparse

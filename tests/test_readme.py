@@ -285,7 +285,7 @@ def test_summary_on_the_speed_page_equals_the_side_by_side_results_with_equal_bi
     assert summary(rounds).count("equal bits") == len(RECIPES)
 
 
-def test_tables_on_the_techniques_page_equal_tables_generated_from_the_stored_results():
+def test_techniques_page_has_the_tables_of_the_stored_results_which_list_every_current_technique():
     found = json.loads((RESULTS / "techniques.json").read_text())
     again = "a technique is new or gone: python -m benchmarks.techniques --table, then python -m benchmarks.pages"
     assert found["rounds"].keys() <= found["refused"].keys() == ROWS.keys(), again

@@ -170,7 +170,7 @@ def test_abort_of_a_rank_after_it_reported_done_does_not_fail_the_run(ranks):
 
 
 @pytest.mark.process
-def test_error_of_a_rank_whose_collective_timed_out_names_the_collective(ranks):
+def test_launcher_error_is_only_the_report_of_a_rank_that_lost_a_collective_while_the_other_rank_hangs(ranks):
     said = message(
         ranks, "if rank == 1: time.sleep(60)\nfails('lost', 'all_reduce in total: another rank did not ...')"
     )

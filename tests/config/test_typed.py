@@ -211,7 +211,7 @@ def test_csv_delimiter_of_one_character_or_the_word_tab_is_accepted(delimiter):
         (["data=text", "data.path=.", "data.val_path=[a,b]"], "Several paths need names, as in {news:a,wiki:b}."),
     ],
 )
-def test_missing_path_or_inconsistent_data_keys_are_refused_before_data_is_read(lines, said):
+def test_nonexistent_or_unwritable_path_or_inconsistent_data_keys_are_refused_by_the_check_of_places(lines, said):
     with pytest.raises(Refused, match=re.escape(said)):
         check.check_places(typed_run(lines))
 

@@ -399,7 +399,7 @@ def test_run_without_begin_tokens_of_an_earlier_version_resumes_bit_exactly_and_
 
 
 @pytest.mark.wrong
-def test_row_without_a_begin_token_or_with_two_fails_the_row_checks(monkeypatch):
+def test_planted_missing_or_second_begin_token_fails_check_text_and_check_answer(monkeypatch):
     real = framing.framing_of
     for wrong in ([], [IDS[BOS]] * 2):
         monkeypatch.setattr(

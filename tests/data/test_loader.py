@@ -101,7 +101,7 @@ def test_validation_with_limit_10_reads_the_first_10_sequences_in_order(sequence
     assert len(ValidationLoader(sequences, Share(4), limit=10)) == len(batches) == 3
 
 
-def test_text_shorter_than_one_sequence_is_refused():
+def test_joined_text_of_exactly_seq_len_tokens_is_refused():
     with pytest.raises(Refused, match="seq_len=8"):
         Joined(split(np.arange(8)), 8, "train")
 

@@ -226,7 +226,7 @@ def test_link_closed_after_one_fit_receives_the_gradients_of_a_second_fit(ahead)
 
 
 def test_gradient_is_flattened_before_its_copy_event_is_recorded(monkeypatch):
-    """Flattening a transposed gradient is work of the device, which the event must include."""
+    """Flattening a transposed gradient launches a copy on the device, so the event must be recorded after it."""
     done, link = [], StagedLink(SlowLane(), slot_bytes=64, slots=2)
     mark, reshape = link.lane.mark, torch.Tensor.reshape
     monkeypatch.setattr(link.lane, "mark", lambda: done.append("mark") or mark())

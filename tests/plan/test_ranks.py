@@ -130,7 +130,7 @@ def test_traced_pipeline_stage_holds_only_its_own_blocks(traced):
     assert abs(last["forward", "receive"] + last.get(("backward", "receive"), 0) - 4 * HIDDEN) < WORDS
 
 
-def test_traced_stages_of_a_pipeline_with_one_micro_batch_and_chunked_loss_hold_all_gradients_together(traced):
+def test_gradient_bytes_of_two_traced_pipeline_stages_with_one_micro_batch_and_chunked_loss_add_up_to_the_model(traced):
     lines = ("strategy=pipeline", "devices=2", "accumulation=none", "loss=chunked")
     assert sum(traced(*lines, rank=rank).gradients for rank in (0, 1)) == WHOLE
 

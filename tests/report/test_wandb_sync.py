@@ -102,7 +102,9 @@ def upload(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("resumes", [True, pytest.param(False, marks=pytest.mark.wrong)])
-def test_synced_offline_parts_of_a_resumed_run_form_one_wandb_run(fit, upload, monkeypatch, resumes):
+def test_wandb_run_synced_from_offline_parts_of_a_resumed_run_has_the_rows_of_both_parts(
+    fit, upload, monkeypatch, resumes
+):
     """The second part resumes from step 2, as after a SIGKILL at step 4. Wrong on purpose (resumes=False): the second
     part is not marked as resumed, and replaces the first part."""
     lines = ("logger=wandb", "logger.wandb.offline=true", "save_every=2")

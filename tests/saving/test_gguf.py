@@ -90,7 +90,9 @@ def alone(monkeypatch):
     "name", [name for name in MODELS if name != "llama3's rope"]
 )  # transformers ignores this rope in a GGUF file
 def test_transformers_reads_the_exported_weights_from_the_gguf_file(tmp_path, alone, name, dtype):
-    heads = {"head_dim": 128} if name == "qwen3" else {}  # transformers reads no other head size from a GGUF file
+    heads = (
+        {"head_dim": 128} if name == "qwen3" else {}
+    )  # transformers does not read the head size of a qwen3 GGUF file
     network = written(tmp_path / "model", MODELS[name] | heads, dtype=dtype)
     file = gguf.write(tmp_path / "model")
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
@@ -109,7 +111,7 @@ def test_unpermuted_attention_rows_in_a_gguf_file_give_different_weights_in_tran
     assert not torch.equal(read.get_parameter(name), network.get_parameter(name))
 
 
-def test_gguf_file_without_llama_cpp_is_named_unverified_and_replaces_an_older_file(tmp_path, alone, caplog):
+def test_gguf_file_without_llama_cpp_is_named_unverified_and_an_older_model_gguf_is_removed(tmp_path, alone, caplog):
     written(tmp_path / "model", MODELS["llama"])
     (tmp_path / "model" / gguf.NAME).touch()
     with caplog.at_level("INFO"):

@@ -102,7 +102,9 @@ def test_every_precision_without_masters_has_a_bound_for_boring_model():
 
 @pytest.mark.parametrize("module_class", [BoringModel, ManualOptimBoringModel])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_boring_model_with_a_plain_optimizer_is_refused_before_the_first_step(plugin, precision, module_class):
+def test_boring_model_whose_optimizer_the_precision_plugin_did_not_wrap_is_refused_before_the_first_step(
+    plugin, precision, module_class
+):
     class Untouched(module_class):
         def training_step(self, batch, batch_idx):
             raise AssertionError("it trains")

@@ -198,7 +198,9 @@ def test_effective_batch_is_divided_by_micro_batch_and_devices():
     ],
     ids=["0 batches", "indivisible size", "size below devices", "no first size", "size 0", "size 2.5"],
 )
-def test_invalid_accumulation_is_refused(make, says):
+def test_accumulation_size_that_is_not_a_multiple_of_devices_times_batch_size_or_lacks_a_first_size_is_refused(
+    make, says
+):
     with pytest.raises(Refused, match=says):
         make()
 

@@ -114,7 +114,8 @@ def test_reference_log_probabilities_equal_a_second_model_bit_exactly(preferring
 @pytest.mark.matrix
 @pytest.mark.kernels
 def test_reference_of_rated_answers_equals_a_second_model_bit_exactly(preferring, tmp_path):
-    """The answers are read with their prompts, and with the prompts of mismatched rows."""
+    """Compares the log-probabilities of both rows of an answer: the prompt with this answer, and the prompt with the
+    answer to another prompt (the mismatched row)."""
     fit_run(preferring("loss=kto", "max_steps=100"), tmp_path / "run")
     stored, (second, batches) = numbers(tmp_path, "train"), second_model(preferring("loss=kto").resolved())
     for number, (batch,) in enumerate(batches):

@@ -8,8 +8,8 @@ rows, and the rows of the block are permuted by (seed, epoch, number of the bloc
 A position contains the stream's state before a block, and the number of rows of this block that were used. A resumed
 run loads the state and reads the block again. With packing=joined, the tokens at the end of a block that do not fill a
 row begin the next block. The state contains these tokens (at most `seq_len`) and a few numbers. The shuffle buffer of
-`datasets` is not used, because its state does not contain the buffer: a resumed run would skip the records that were in
-the buffer.
+`datasets` is not used, because the stream's state does not include the buffer's contents: a resumed run would skip the
+records that were in the buffer.
 """
 
 import logging

@@ -63,7 +63,7 @@ def load(folder: Path) -> RunFolder:
             overrides = [str(line) for line in summary["overrides"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             return RunFolder(folder, overrides, None, "broken", f"summary.json cannot be read ({_name(error)})")
-        by = f"ended by {summary.get('signal') or 'hand'}"  # earlier versions handled only Ctrl-C
+        by = f"ended by {summary.get('signal') or 'hand'}"  # earlier versions wrote no signal, and handled only Ctrl-C
         return RunFolder(folder, overrides, summary, *(("done",) if done else ("interrupted", by)))
     return RunFolder(folder, overrides, None, *_without_summary(folder, locked))
 

@@ -124,8 +124,8 @@ def load(folder: Path) -> dict:
 
 @torch.no_grad()
 def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rests: Mapping[str, Tensor]) -> None:
-    """Loads a checkpoint's weights and buffers into this process's shards, one by one. Args: rests: name -> lower half
-    of a weight that the checkpoint stores in two halves."""
+    """Loads a checkpoint's weights and buffers into this process's shards, one by one. Args: rests: name -> lower 16
+    bits of the fp32 numbers of a weight, if the checkpoint stores the upper and lower bits separately."""
     parameters, tied = dict(module.named_parameters()), _tied(module)
     for name, tensor in checkpoint_state(module).items():
         if name not in tied and not tensor.is_meta:

@@ -102,7 +102,7 @@ def apart(one: str, other: str) -> float:
     return sum((a - b) ** 2 for a, b in zip(lab(one), lab(other), strict=True)) ** 0.5
 
 
-def test_run_colours_differ_from_category_colours():
+def test_colours_of_runs_categories_and_ink_are_visibly_apart():
     assert tuple(colours.OF_CATEGORY) == CATEGORIES
     categories = colours.OF_CATEGORY.values()
     assert min(apart(run, category) for run in colours.OF_RUNS for category in categories) > 30

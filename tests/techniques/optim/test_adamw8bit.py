@@ -335,7 +335,7 @@ def test_adamw8bit_step_of_zero_length_leaves_split_weights_unchanged(way):
 
 @pytest.mark.wrong
 @needs_compiler
-def test_split_weights_rounded_to_nearest_even_change_in_a_step_of_zero_length(monkeypatch, tmp_path):
+def test_deliberately_wrong_rounding_to_even_changes_split_weights_in_a_step_of_zero_length(monkeypatch, tmp_path):
     """The deliberately wrong variant: the C++ code rounds ties to even."""
     for name in ("adamw8bit.cpp", "half.hpp"):
         text = adamw8bit.SOURCE.with_name(name).read_text()

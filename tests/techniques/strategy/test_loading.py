@@ -203,7 +203,8 @@ WIDE += ("model.architecture.num_hidden_layers=8",)
 def test_rank_0_needs_memory_for_its_shards_and_two_tensors_unless_the_model_is_widened_first(
     config, monkeypatch, tmp_path, narrower
 ):
-    """The deliberately wrong variant first reads the model in the run's dtype, as one process does."""
+    """The deliberately wrong variant reads the model in the run's dtype before sending it, instead of widening each
+    tensor when it is sent."""
     folder = tmp_path / "published"
     typed = [line for line in published(config, folder, *WIDE) if "added_tokens" not in line]
     cfg = config(*typed, "plan=off")

@@ -174,7 +174,9 @@ def test_ddp_reduces_gradients_once_per_window(ranks, folder):
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("fsdp", 1 / 2), pytest.param("ddp", 1, marks=pytest.mark.matrix)])
-def test_each_rank_holds_its_share_of_weights_and_state(ranks, folder, strategy, share):
+def test_each_fsdp_rank_holds_half_and_each_ddp_rank_all_of_weights_gradients_and_optimizer_state(
+    ranks, folder, strategy, share
+):
     case = features(folder)["clip and clip_value"][0]
     whole = alone(typed(case, strategy))["bytes"]
     for rank in ranks(typed(case, strategy)):

@@ -176,7 +176,7 @@ SLOW = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", [2, 3])
-def test_pipeline_of_2_or_3_stages_equals_one_process_with_adapters_16_bits_tiles_and_checkpointing(
+def test_gradients_and_weights_of_2_or_3_pipeline_stages_equal_one_process_with_each_slow_feature(
     processes, tmp_path, size
 ):
     """fp64 cases are equal within 1e-9, the other cases within 1e-4."""

@@ -243,7 +243,8 @@ class _Search:
         """Returns a route's recipe with the settings that need the least memory, if this recipe fits. First tries block
         inputs in host memory, because these settings need the least device memory. If there are no such settings, or if
         only the block inputs exceed the host memory, then tries block inputs on the card. None: no tried recipe fits.
-        If no settings of the route can fit, its key is stored in `hopeless`."""
+        If a tried recipe exceeds the card's memory, or exceeds the host memory even without block inputs, then
+        `on_card` or `on_host` of the route is stored in `hopeless`."""
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
             if recipe is None:

@@ -28,8 +28,8 @@ class Row(NamedTuple):
     Args:
         ids: token ids, without padding.
         learned: for each token, True if the token has a label.
-        starts: indices of `ids` at which documents begin.
-        padding: number of padding tokens after `ids`.
+        starts: indices at which documents begin; if padding was removed, also the index at which the padding began.
+        padding: number of removed tokens after `ids`: padding, and for an answer also tokens without a label.
     """
 
     ids: Sequence[int]
@@ -53,8 +53,8 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
 
 
 def rows_of(rows: Rows, index: int) -> dict[str, Row]:
-    """Returns the rows of an example: suffix of the row's title -> row. An example of preferences has one row for each
-    answer, any other example a single row."""
+    """Returns the rows of an example: suffix of the row's title -> row. A padded example of preferences has one row for
+    each answer. Any other example has a single row, also packed pairs."""
     batch = rows.micro_batch(np.array([index]))
     if not batch.titles:
         return {"": row_of(rows, index)}
@@ -99,7 +99,7 @@ def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
 def _phrases(rows: Rows, split: Split) -> list[str]:
     tokens = len(split.ids)
     learned = sum(int(split.learned(at, min(at + AT_ONCE, tokens)).sum()) for at in range(0, tokens, AT_ONCE))
-    documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # without empty documents, which are dropped answers
+    documents = np.count_nonzero(np.diff(split.ends, prepend=0))  # an empty document stands for a missing answer
     phrases = [quantity(documents, "document"), f"{quantity(tokens, 'token')} ({learned / tokens:.0%} learned)"]
     phrases.append(f"{quantity(len(rows), 'sequence')} of {rows.seq_len:,} tokens")
     if "fill" in rows.report:

@@ -127,7 +127,8 @@ def report(how: str, message: str = "") -> None:
         how: "done": complete, even if threads of libraries fail while the process exits; "interrupted": by a signal,
             with a checkpoint; "ended": immediately, by a signal; "lost": another rank has exited; "not uploaded":
             complete except for upload or conversion of the model; "failed": by another error.
-        message: the name of the signal, or the error message.
+        message: "interrupted": the name of the signal; "ended": a sentence that begins with this name; otherwise the
+            error message.
     """
     if REPORTS in os.environ:
         with suppress(OSError):  # the command itself is gone
@@ -193,7 +194,8 @@ def agreed(claimed: Path | None) -> Path:
 
     Args:
         claimed: on rank 0, the folder that this rank has claimed. None on other ranks, which wait for rank 0; if rank 0
-            fails before it has a folder, torchrun ends the waiting ranks.
+            fails before it has a folder, torchrun ends the waiting ranks. With another launcher the waiting ranks get
+            an error, because rank 0 hosts the store.
     """
     store = _store()
     if claimed is not None:

@@ -8,8 +8,8 @@ page cache, as reads from a memory map always do (`ScratchFile.mapped`).
 
 An unnamed file exists only while it is open or mapped. So no file remains after a process has ended for any reason, and
 two processes never share a file. (On file systems without O_TMPFILE, a file has a name until it is unlinked,
-immediately after its creation.) Space is allocated before anything is written, so that a full drive raises an error
-immediately and not in the middle of a run.
+immediately after its creation.) `grow` allocates space before new tensors are written, so a full drive ends a run while
+weights are loaded or in the first step, and not later.
 """
 
 import errno
@@ -93,8 +93,8 @@ class Drive:
         self.folder, self.disk = folder, disk or Disk()
         self.read_bytes = self.written_bytes = 0
         self._threads: ThreadPoolExecutor | None = None
-        # guards the pool and the counts: one thread reads weights while the host thread reads and writes optimizer
-        # state
+        # guards the creation of the pool, and the counts: one thread reads weights while the host thread reads and
+        # writes optimizer state
         self._lock = Lock()
         folder.mkdir(parents=True, exist_ok=True)
         self.direct = self._takes_direct()

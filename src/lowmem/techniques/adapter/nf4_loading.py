@@ -1,10 +1,10 @@
-"""Quantizes published weights to NF4 while transformers loads them, so that only few unquantized matrices are in memory
-at the same time.
+"""Quantizes published weights to NF4 while transformers loads them. At any time only one weight is unquantized in
+memory: a matrix, or the stack of a block's experts together with the tensors from which transformers joins it.
 
-If a model were quantized after loading, the complete unquantized model would have to fit in host memory: 57 GiB for a
-mixture of experts with 30B parameters, which takes 17 GiB after quantization. transformers reads and converts tensors,
-joins experts into stacks, and then calls the quantizer for each weight. The quantizer in this module creates the layers
-of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
+If a model were quantized after loading, weights that are not mapped pages of their files, such as joined experts, would
+all be unquantized in host memory: up to 57 GiB for a mixture of experts with 30B parameters. transformers reads and
+converts tensors, joins experts into stacks, and then calls the quantizer for each weight. The quantizer in this module
+creates the layers of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
 """
 
 import torch
@@ -73,7 +73,7 @@ class NF4Quantizer(HfQuantizer):
             if key + NF4 in parts:
                 parts[key + NF4] = parts.pop(key + NF4)
         for name, p in model.named_parameters():
-            if p.shape != self.shapes[name]:  # transformers 5.17 checks shapes only without a quantizer
+            if p.shape != self.shapes[name]:  # transformers 5.17 does not check shapes if there is a quantizer
                 raise RuntimeError(f"{name} has shape {tuple(p.shape)}, expected {tuple(self.shapes[name])}.")
         for module in model.modules():
             if isinstance(module, NF4Linear) and module.bias is not None:

@@ -166,7 +166,7 @@ def test_overlong_jsonl_line_is_read_only_up_to_one_byte_beyond_the_limit(tmp_pa
     lines = [b'{"text": "a"}', b'"' + b"x" * (100_000 + longer - 1), b'{"text": "b"}']
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\n".join(lines))
-    where, _, found = zip(*jsonl.lines(file), strict=True)
+    where, _, found, _ = zip(*jsonl.lines(file), strict=True)
     assert (
         where == ("line 1", "line 2", "line 3")
         and found[0] == lines[0]

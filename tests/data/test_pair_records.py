@@ -517,6 +517,16 @@ def test_preference_file_with_one_prompt_is_refused(tmp_path):
         tokens_of(tmp_path, Preference(file))
 
 
+def test_preference_records_of_one_prompt_share_a_group_but_keep_identities_as_long_as_the_records(tmp_path):
+    """Batches for the tokenizer are limited by the lengths of identities."""
+    long = [{"prompt": "hi", "chosen": "x" * 5000, "rejected": str(number)} for number in range(2)]
+    other = {"prompt": "hello", "chosen": "a", "rejected": "b"}
+    source = Preference(write(tmp_path / "a.jsonl", [*long, other]), val_path=write(tmp_path / "b.jsonl", [other]))
+    one, two, three = source.reader.all_records("train")
+    assert one.group == two.group != three.group and one.identity != two.identity
+    assert min(len(one.identity), len(two.identity)) > 5000
+
+
 @pytest.mark.parametrize("prompts", [4, 5, 10])
 def test_two_prompts_of_rated_answers_but_one_of_pairs_are_held_out_for_validation(tmp_path, prompts):
     """KTO pairs each answer with a mismatched prompt, so a validation set of rated answers needs two prompts."""

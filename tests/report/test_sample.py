@@ -6,6 +6,7 @@ import shlex
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -220,3 +221,13 @@ def test_suggested_prompt_of_text_data_is_the_beginning_of_a_text(config, text_f
 def test_suggested_prompt_is_shortened_and_quoted_for_the_shell(text, words, config):
     assert sample._first_words(text) == words
     assert shlex.split(in_shell("prompt", words)) == [f"prompt={words}"]
+
+
+def test_suggested_prompt_skips_the_empty_document_of_a_rated_answer(config, tmp_path):
+    """A rated answer has a document for each rating; the one of the other rating is empty."""
+    lines = [{"prompt": f"say {number}", "completion": " so", "label": number % 2 == 0} for number in range(12)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = config("data=preference", "loss=kto", f"data.path={tmp_path / 'a.jsonl'}", "seq_len=16")
+    tokens = build.data(run).tokens
+    empty = [np.diff(split.ends, prepend=0).min() == 0 for split in (tokens.val, tokens.train)]
+    assert all(empty) and sample.example(tokens).startswith("say")

@@ -167,7 +167,7 @@ def _prompt_in(ids: list[int], learned: np.ndarray, tokens: Tokens) -> str:
         message, footer, _ = rest.partition(turn.footer)
         if header and footer:
             return message
-    answer = int(learned.argmax())
+    answer = int(learned.argmax()) if len(learned) else 0  # an empty document stands for a missing answer
     return tokenizer.decode(ids[:answer] if answer else ids, skip_special_tokens=True)
 
 

@@ -394,6 +394,21 @@ def test_answer_that_is_rendered_differently_once_messages_follow_has_its_own_ro
         ]
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        turns("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% if loop.last %}</s>{% endif %}", end=""),
+        "{% if messages | length == 2 %}{{ raise_exception('too short') }}{% endif %}"
+        + turns("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", end=""),
+    ],
+    ids=["text after the last answer", "complete conversations only"],
+)
+def test_conversation_is_one_row_if_later_messages_change_only_text_outside_of_its_generation_tags(template):
+    several = [USER, ANSWER, message("user", "the cat"), message("assistant", "sat")]
+    (row,) = learned(template, *several)
+    assert f"A:[fine{END}]" in row and f"A:[sat{END}]" in row
+
+
 def test_tool_call_outside_the_generation_tag_is_refused():
     outside = BOTH.replace("A:{{ m.content }}", "A:{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
     with pytest.raises(

@@ -306,6 +306,12 @@ def continued(there: dict, here: dict, template: str | None = None, begin: str |
     checkpoint.Saved.check_training(saved, module, SimpleNamespace(order=here))
 
 
+def test_checkpoint_that_vanishes_while_a_folder_is_listed_is_skipped(fit):
+    _, run = fit("max_steps=1")
+    (run / "checkpoints" / "step-00000009.ckpt").symlink_to("/no/such/file")
+    assert checkpoint.find(str(run)).name == "step-00000001.ckpt"
+
+
 def test_checkpoint_that_may_not_be_read_raises_permission_denied_not_truncated(fit, monkeypatch):
     _, run = fit("max_steps=1")
     opened = Path.open

@@ -261,6 +261,11 @@ class Run(schema.Keys):
         where = self._precision_class.steps_on_host
         return where == "always" or (where == "if streamed" and self.streams)
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Returns whether the precision keeps an fp32 master of each trained weight in host memory."""
+        return self._precision_class.steps_on_host == "always"
+
     @cached_property
     def streams(self) -> bool:
         """Returns whether weights are in host memory and copied to the device block by block."""

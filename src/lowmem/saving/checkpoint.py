@@ -211,7 +211,7 @@ def _has_its_end(path: Path) -> bool:
     try:
         with path.open("rb") as file:  # `is_zipfile` returns False for an unreadable path
             return zipfile.is_zipfile(file)
-    except zipfile.BadZipFile:  # a broken zip archive
+    except (zipfile.BadZipFile, FileNotFoundError):  # broken, or removed by its run
         return False
 
 

@@ -329,7 +329,9 @@ def causal_lm(
         if with_positions(run.data.arguments):
             packed_attention.separate(network, compiled=run.compiles_blocks)
         choose_trained(run, network)
-        for p in {*network.parameters()} - {p for _, p in parameters_of(network)}:  # an adapter keeps its dtype
+        # without fp32 masters an adapter keeps its dtype; with them its frozen matrices get the dtype of the base
+        kept = set() if run.keeps_masters else {p for _, p in parameters_of(network)}
+        for p in {*network.parameters()} - kept:
             p.data = p.data if p.requires_grad else p.data.to(dtype)
     if described.added is not None:
         vocabulary.check_trained(network, described.added)

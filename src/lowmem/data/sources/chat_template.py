@@ -267,10 +267,14 @@ class ChatTemplate:
         return end.end() if end else len(text)
 
     def _continues(self, messages: Messages, tools: list | None, i: int, text: str) -> bool:
-        """Returns True if the text of a conversation begins with the rendering that ends with answer `i`, so that later
-        messages do not change how the template renders this answer and its context."""
-        own = self.rendering(messages[: i + 1], tools)[0]
-        return text.startswith((own, own[: self._end(messages, tools, i, own)]))
+        """Returns True if the text of a conversation begins with the rendering of the messages up to answer `i`, as far
+        as the end of the answer's generation block. Then later messages do not change the answer or its context. Also
+        returns True if the template refuses these messages alone."""
+        try:
+            own, tags = self.rendering(messages[: i + 1], tools)
+        except BadRecord:
+            return True
+        return text.startswith(own[: max((stop for _, stop in tags), default=0)])
 
     def _before(self, text: str, at: int) -> int:
         """Returns the position `at`, or the start of the control token that contains this position."""

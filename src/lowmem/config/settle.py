@@ -258,8 +258,7 @@ class Run(schema.Keys):
     def masters(self) -> bool:
         """Returns whether the optimizer runs on the host. There it updates masters, or streamed weights without
         masters."""
-        where = self._precision_class.steps_on_host
-        return where == "always" or (where == "if streamed" and self.streams)
+        return self.keeps_masters or (self._precision_class.steps_on_host == "if streamed" and self.streams)
 
     @property
     def keeps_masters(self) -> bool:

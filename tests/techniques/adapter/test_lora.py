@@ -348,11 +348,16 @@ def test_qlora_on_the_meta_device_adapts_the_layers_that_it_adapts_on_the_cpu():
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def test_run_resumed_after_its_adapter_folder_has_changed_has_the_bits_of_an_unbroken_run(fit, tmp_path):
-    """The base is in 16 bits, the adapter in fp32, and dropout is on."""
+def written_adapter(path):
+    """Writes an adapter of the small GPT-2 whose update is not zero, and returns its folder."""
     theirs = network("gpt2", vocab_size=300, n_positions=256)
     LoRA(r=4)(theirs)
-    path = folder(tmp_path / "start", moved(theirs))
+    return folder(path, moved(theirs))
+
+
+def test_run_resumed_after_its_adapter_folder_has_changed_has_the_bits_of_an_unbroken_run(fit, tmp_path):
+    """The base is in 16 bits, the adapter in fp32, and dropout is on."""
+    path = written_adapter(tmp_path / "start")
     lines = ("adapter=lora", f"adapter.path={path}", "adapter.dropout=0.1", "precision=bf16-true", "max_steps=3")
     summary, whole = fit(*lines, folder="whole")
     fit(*lines, "max_steps=1", "scheduler.total_steps=3", folder="part")
@@ -378,9 +383,7 @@ def test_lora_with_frozen_matrices_trains_in_16_bits_and_its_export_is_merged(fi
 
 
 def test_resumed_run_with_frozen_matrices_of_an_adapter_folder_has_the_bits_of_an_unbroken_run(fit, tmp_path):
-    theirs = network("gpt2", vocab_size=300, n_positions=256)
-    LoRA(r=4)(theirs)
-    path = folder(tmp_path / "start", moved(theirs))
+    path = written_adapter(tmp_path / "start")
     lines = ("adapter=lora", f"adapter.path={path}", "freeze=['*lora_A*']", "model.pretrained=false", "max_steps=2")
     _, whole = fit(*lines, folder="whole")
     fit(*lines, "max_steps=1", "scheduler.total_steps=2", folder="part")

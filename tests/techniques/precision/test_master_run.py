@@ -130,6 +130,18 @@ def test_checkpoint_holds_masters_and_state_once_and_no_16_bit_weights(fit, opti
     assert complete(run / "checkpoints")[-1].stat().st_size < 1.02 * sum(once.values()) + 60_000  # names, random states
 
 
+def weights_at_start(monkeypatch):
+    """Returns name -> weight in full precision, which the next run fills before its first step."""
+    restored, start = {}, CausalLM.on_train_start
+
+    def look(self):
+        restored.update({name: self.full_precision(p).detach().clone() for name, p in self.named_parameters()})
+        start(self)
+
+    monkeypatch.setattr(CausalLM, "on_train_start", look)
+    return restored
+
+
 @pytest.mark.parametrize(
     ("before", "after", "dtype"),
     [
@@ -144,13 +156,7 @@ def test_run_resumed_in_another_precision_starts_from_the_checkpoint_weights_in_
     fit, monkeypatch, before, after, dtype
 ):
     _, run = fit(f"precision={before}")
-    restored, start = {}, CausalLM.on_train_start
-
-    def look(self):
-        restored.update({name: self.full_precision(p).detach().clone() for name, p in self.named_parameters()})
-        start(self)
-
-    monkeypatch.setattr(CausalLM, "on_train_start", look)
+    restored = weights_at_start(monkeypatch)
     summary, _ = fit(f"precision={after[0]}", *after[1:], f"resume={run}", "max_steps=6", folder="again")
     there = saved(run)["state_dict"]
     assert summary["steps"] == 6 and {p.dtype for p in restored.values()} == {dtype}
@@ -160,13 +166,7 @@ def test_run_resumed_in_another_precision_starts_from_the_checkpoint_weights_in_
 def test_masters_on_a_drive_restored_from_a_sharded_checkpoint_have_its_fp32_bits(fit, monkeypatch, tmp_path):
     _, run = fit("precision=32", "strategy=fsdp", "devices=1")
     (folder,) = (path for path in (run / "checkpoints").iterdir() if path.is_dir())
-    restored, start = {}, CausalLM.on_train_start
-
-    def look(self):
-        restored.update({name: self.full_precision(p).detach().clone() for name, p in self.named_parameters()})
-        start(self)
-
-    monkeypatch.setattr(CausalLM, "on_train_start", look)
+    restored = weights_at_start(monkeypatch)
     streamed = ("weights=streamed", "gradient_checkpointing=every_layer", f"weights.drive={tmp_path}")
     fit("precision=bf16-master", *streamed, f"resume={run}", "max_steps=6", folder="again")
     _, tensors = checkpoint_folder.load(folder)

@@ -10,9 +10,11 @@ copied to the device just before the block computes. `CausalLM`, `MasterWeights`
 Hooks manage the slots, in the thread that runs the forward or backward pass. In this table, "wait" means that the
 compute stream waits:
 
-    forward pre-hook of block n          free the slots of earlier blocks, wait for block n's copy, prefetch n + 1
+    forward pre-hook of block n          free slots that the next blocks do not need, wait for block n's copy, prefetch
+                                         the next blocks: n + 1, or more if there are more than 2 slots
     forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
-    hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1
+    hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1, or
+                                         more blocks before n if more slots are free
 
 In these hooks, the thread itself waits in three cases:
 
@@ -84,7 +86,8 @@ class Slot:
 
 
 class StreamedWeights(WeightsOnDevice):
-    """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles.
+    """Streams the weights of `layout`: weights of blocks, and the weights of an embedding and a head that `edges`
+    (`edges.py`) selects.
 
     Threads in training: on a card the link's host thread calls `bring_in` and `put`. Hooks run in the thread that
     executes the forward or backward pass; there, hooks on gradients (`MasterWeights`) call `take_gradient`. With
@@ -144,7 +147,7 @@ class StreamedWeights(WeightsOnDevice):
             p.data = nowhere(p, p.dtype, self.device)
         if self._reads and weights[0] in self._in_blocks:
             self._on_drive.put_weights(weights[0], host_block.flat)
-        trim()  # return the memory of the freed weights to the operating system, to avoid fragmentation of the heap
+        trim()  # otherwise the memory meter would not see that later allocations reuse the freed weights' memory
         return host_block
 
     def waits_on_host(self, p: nn.Parameter) -> bool:

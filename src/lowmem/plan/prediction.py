@@ -21,7 +21,7 @@ from lowmem.plan.tracing.traffic import NOTHING, Traffic, of_window
 from lowmem.system import process
 from lowmem.system.errors import Refused
 
-COMPILED = "compiled blocks cannot be traced. They store less than compile=none would, which is counted."
+COMPILED = "compiled blocks cannot be traced, so this plan is for compile=none, which stores more."
 PHASES = ("load", "forward", "backward", "step", "evaluation", "save", "resume")
 TRACED = ("forward", "backward", "step", "evaluation")
 # Extrapolated traces (`search/extend.py`) have no allocations to replay. So two sizes are estimated as multiples of the
@@ -68,8 +68,9 @@ class Prediction:
     mapped: int = 0  # bytes of memory-mapped weight files: resident while loading, dropped if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA pages: on the card if there is room, otherwise on the host
     paged_on_host: int = 0  # the part of `paged` that does not fit on the target's card
-    # Bytes read from the drive per optimizer step. The update reads all data on the drive that it changes. With
-    # weights.drive_holds=all, forward and backward passes also read the 16-bit weights of the blocks.
+    # Bytes read from the drive per optimizer step, with the largest window of the run. The update reads all data on the
+    # drive that it changes. With weights.drive_holds=all, forward and backward passes also read the 16-bit weights of
+    # the blocks.
     drive_read: int = 0
     drive_written: int = 0  # bytes written to the drive per optimizer step
     devices: int = 1  # number of devices; `device` is for the device that needs the most memory

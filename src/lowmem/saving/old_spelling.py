@@ -105,8 +105,8 @@ def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _class_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the class that the tokenizer's original folder names. Returns `PLAIN` if the folder names no class, or a
-    class that transformers 4 does not have."""
+    """Returns the name of the tokenizer's class in the configuration of its original folder. Returns `PLAIN` if the
+    configuration lacks a class, or if transformers 4 does not have the class."""
     said, place = None, tokenizer.name_or_path  # "" if this run has trained the tokenizer
     with suppress(OSError):  # the original folder may have been deleted
         said = get_tokenizer_config(place, local_files_only=True).get("tokenizer_class") if place else None

@@ -98,10 +98,14 @@ def _wider(dtype: str) -> str:
 
 def without_checkpoint(training: Training, command: Command, summary: Mapping[str, object]) -> Refused:
     """Writes the results of a run whose training has ended because a checkpoint could not be written: first the
-    weights, which need less space than a checkpoint, and then the other results if the disk has space for them.
+    weights, which need less space than a checkpoint, and then the other results if the disk has space for them. All
+    ranks call this function.
 
     Returns:
         The error that ends the run. Its message says what was written and how to continue.
+
+    Raises:
+        Refused: the adapter cannot be merged.
     """
     training.watchers.stop.waits_no_longer(summary["interrupted"])
     folder, ranks, ways = command.folder / "model", training.module.ranks, []

@@ -160,7 +160,7 @@ class CausalLM(LightningModule):
         if stepped:
             call_before_optimizer_step(self.trainer, optimizer)  # callbacks see gradients before they are clipped
             optimizer.clip(gradients.norm, self.update.clip_value, self.update.clip)
-            self.optimizers().step()  # changes the weights; Lightning counts the step
+            self.optimizers().step()  # or queues the updates on the host; Lightning counts the step
             self.lr_schedulers().step()
         optimizer.drop_gradients(stepped)
         ranks.clear_gradients()
@@ -340,6 +340,8 @@ class CausalLM(LightningModule):
             answers, real = self.own_loss.take()
             columns.append(answers.logp[real].cpu())
 
+        # `compared` of pairs is the micro-batch itself, whose logp has both columns. `compared` of rated answers has
+        # two entries of one column each: the micro-batch, and its answers behind mismatched prompts.
         for batches in zip(*(micro_batch.compared for micro_batch in micro_batches), strict=True):
             self.run_at_once([partial(read, *pair) for pair in zip(batches, found, strict=True)])
         return [torch.cat(columns, dim=1) for columns in found]

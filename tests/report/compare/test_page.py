@@ -15,6 +15,7 @@ from lowmem.report.compare import charts, compare
 from lowmem.report.compare.figures import front, read
 from lowmem.report.compare.labels import labels
 from lowmem.system.units import CATEGORIES, GIB, MIB, unit
+from made_runs import finished
 
 
 def written(folder) -> str:
@@ -75,6 +76,15 @@ def test_comparison_chart_of_fifty_runs_has_as_little_text_as_a_chart_of_five(fi
         assert said(many) == said(few) and max(map(len, said(many))) < 30, name
         many.update_layout(showlegend=True)  # wrong on purpose: a legend with all runs
         assert len(said(many)) > len(said(few)), name
+
+
+@pytest.mark.parametrize(
+    ("answers", "title"), [({}, "loss, nats per token"), ({"validation": [{"accuracy": 0.7}]}, "loss")]
+)
+def test_loss_chart_names_nats_per_token_only_if_no_run_trained_preferences(tmp_path, answers, title):
+    finished(tmp_path / "tokens", ["lr=0.001"])
+    finished(tmp_path / "answers", ["loss=dpo"], **answers)
+    assert title in said(dict(drawn(tmp_path, 2))["loss"])
 
 
 def test_hover_labels_of_comparison_charts_have_short_lines(fifty):

@@ -233,7 +233,8 @@ def _first_record(reader: Reader, fields: Fields) -> dict:
 
 class AnswerEncoder(Encoder):
     """The encoder of records with two answers or a single rated answer. It makes two documents of each record: first
-    the document of the chosen or desirable answer, then the document of the rejected or undesirable answer.
+    the chosen or desirable answer, then the rejected or undesirable answer. If a record has a single rated answer, the
+    other document is empty.
 
     Args:
         names: names of the record's fields.

@@ -59,7 +59,7 @@ class Reader:
             validation.
     """
 
-    val_key: str  # the key that selects other records for validation
+    val_key: str  # override, in error messages, that gives separate validation records, such as "val_path=<a file>"
     held_out_are = "records"  # name, in error messages, of the items that are held out
     least = 1  # minimum number of different items that are held out
     mend = "Fix it"  # advice, in error messages, about a record that cannot be used

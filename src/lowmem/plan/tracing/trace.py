@@ -3,10 +3,10 @@ memory and time from this trace.
 
 The run's own module, callbacks and precision plugin run under Lightning's trainer, and a subclass of the run's memory
 meter (`recorder.py`) measures them. The tensors are fake: they have a shape, a dtype and a storage whose bytes are
-counted, but no memory. Most of the prediction therefore follows from the run's own code instead of formulas. The
-exceptions are operators that behave differently on CUDA (`as_card.py`), optimizers that cannot step fake tensors
-(`stand_in.py`), and communication between ranks (`one_rank.py`). Data-dependent checks, such as whether all gradients
-are finite, return True.
+counted, but no memory. Most of the prediction therefore follows from the run's own code instead of formulas. Stand-ins
+replace operators that behave differently on CUDA (`as_card.py`), optimizers that cannot step fake tensors
+(`stand_in.py`), and communication between ranks (`one_rank.py`). Numbers that depend on data are assumed: the documents
+in a row, and the tokens of each expert. Data-dependent checks, such as whether all gradients are finite, return True.
 
 The traced window may have fewer micro-batches than a window of the run:
 
@@ -272,7 +272,8 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
 
 
 def _of_shard(module: CausalLM) -> dict:
-    """Returns field of `ModelSizes` -> value, for the sizes of this rank's shard of the model."""
+    """Returns field of `ModelSizes` -> value, for the sizes of this rank's shard of the model. `trained_in_blocks` is
+    not divided by the number of shards."""
     own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
     return {
         "trained_parameters": sum(p.numel() for p in own),

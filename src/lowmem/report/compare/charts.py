@@ -57,7 +57,8 @@ def loss(every: Sequence[Figures]) -> go.Figure:
                 traces.append(_curve(i, run, axes[0], values, label, mode))
                 for axis, x in zip(AXES, axes, strict=True):
                     places[axis].append(x)
-    figure = _figure(traces, "loss, nats per token", xaxis={"title": "tokens"})
+    of_answers = any(run.accuracy is not None for run in every)  # the loss of pairs or rated answers is not per token
+    figure = _figure(traces, "loss" if of_answers else "loss, nats per token", xaxis={"title": "tokens"})
     if places["learned_tokens"] == places["tokens"]:
         del places["learned_tokens"]
     choices = {axis.replace("_", " "): x for axis, x in places.items()}

@@ -1,9 +1,9 @@
 """Stores boundaries until backward, on the device or in host memory. A boundary is the input of a checkpointed block or
-segment.
+segment, or with `policies.offload_attention` a result of attention.
 
 `OnDevice` keeps a reference to the tensor. `OnHost` copies the tensor to host memory, and back to the device for
-backward. `policies.offload_attention` also uses `OnHost` for the results of attention. The thread of the forward pass
-creates a boundary, and the thread of the backward pass fetches it. In between, the autograd graph owns the boundary.
+backward. The thread of the forward pass creates a boundary, and the thread of the backward pass fetches it. In between,
+the autograd graph owns the boundary.
 
                 compute stream      copy streams, at the same time
     forward     computes block n    down: copies boundary n to the host

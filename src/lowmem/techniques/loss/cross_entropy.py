@@ -51,8 +51,9 @@ class Loss:
         raise NotImplementedError
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns name -> additional metric of the last micro-batch that was computed without gradients. An evaluation
-        calls this method exactly once after each micro-batch. The loss may drop its intermediate results in this call.
+        """Returns additional metrics, by name, of the most recent micro-batch whose loss was computed without
+        gradients. An evaluation calls this method exactly once after each micro-batch. The loss may drop its
+        intermediate results in this call.
 
         A metric of shape () is a sum over the micro-batch, and the caller divides the total by the total `weight` of
         all micro-batches. A metric of shape (2,) is (sum, count), and the caller divides the total sum by the total

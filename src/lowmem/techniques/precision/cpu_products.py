@@ -28,8 +28,8 @@ from lowmem.system.torch_private import (
 )
 
 aten = torch.ops.aten
-# Product -> number of its results, from the first, to round to 16 bits. The second result of attention, the
-# log-sum-exp, stays in fp32.
+# Maps each product to the number of its leading results that are rounded to 16 bits. The second result of attention,
+# the log-sum-exp, stays in fp32.
 PRODUCTS = {
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 1),
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out), 1),

@@ -10,7 +10,7 @@ So each rank needs memory for its shards and one full tensor. Rank 0 also needs 
 weights stay pages of memory-mapped files, which the operating system can evict (`model/loading.py`). Files in the run's
 dtype usually stay mapped. Files with fewer bits can stay mapped if `widens` is True and the run trains no adapter. Rank
 0 then broadcasts the weights in the dtype of the files, and each rank converts its shard while copying it. Randomly
-initialized weights are not mapped. Costs the time to broadcast the model once.
+initialized weights are not mapped. Loading takes longer by the time of one broadcast of the full model.
 
 torch's `set_model_state_dict(broadcast_from_rank0=True)` also sends tensor by tensor, but rank 0 keeps the full model
 in memory, in addition to its shards, until the last tensor is sent. torch's function omits non-persistent buffers, and

@@ -89,8 +89,8 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns name -> style for the layers that the model's plan shards, and for modules with the style `SUMMED`.
-    Excludes embedding and head, which `_divide_ends` shards.
+    """Returns name -> style for the layers that the model's plan shards, and for modules and parameters with the style
+    `SUMMED`. Excludes embedding and head, which `_divide_ends` shards.
 
     Raises:
         Refused: the model has no plan, or layers that cannot be sharded.
@@ -186,7 +186,7 @@ def _divide_ends(network: PreTrainedModel, group: Group) -> None:
     if not plain or len(embedding.weight) % group.size or len(head.weight) % group.size:
         log.info(
             "strategy: embedding and head are not sharded, so each device holds both in full: their vocabulary sizes "
-            f"are not multiples of {group.size}, or they are not plain torch modules."
+            f"are not multiples of {group.size}, they are not plain torch modules, or the head has a bias."
         )
         return
     tied = embedding.weight is head.weight

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from itertools import islice
 
 import pytest
 import torch
@@ -91,9 +92,11 @@ def test_streamed_embedding_and_head_with_skipped_steps_give_the_bits_of_residen
 
 # --- deliberately wrong variants --------------------------------------------------------------------------------------
 
+MICRO_BATCHES = [4, 1, 4]  # per window with `fixed` accumulation; an epoch ends with the second window
+
 
 def looked_up_before_the_update(monkeypatch):
-    """Makes every update wait until the next step has looked up its rows. There are 3 steps of 2 micro-batches."""
+    """Makes every update wait until the next step has looked up its first rows."""
     start, gathered, step = Edge.start, Edge._gathered, SplitHostWeight.step
     lookups, steps, changed = [], Counter(), threading.Condition()
 
@@ -114,8 +117,8 @@ def looked_up_before_the_update(monkeypatch):
     def late(master, *of):
         with changed:
             steps[master] += 1
-            lookup_of_next = min(2 * steps[master] + 1, 6)
-            assert changed.wait_for(lambda: not lookups or len(lookups) >= lookup_of_next, timeout=60)
+            first_of_next = min(sum(MICRO_BATCHES[: steps[master]]) + 1, sum(MICRO_BATCHES))
+            assert changed.wait_for(lambda: not lookups or len(lookups) >= first_of_next, timeout=60)
         step(master, *of)
 
     monkeypatch.setattr(Edge, "start", lambda self, host_block, *of: start(self, Hasty(host_block), *of))
@@ -142,6 +145,8 @@ WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "o
 @pytest.mark.rows("tied_gradients*")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_streamed_embedding_with_a_deliberate_fault_differs_from_resident_weights(config, wrong, monkeypatch):
+    loaded = islice(windows(setting(config, WRONG[wrong], "fixed")), len(MICRO_BATCHES))
+    assert [len(window.micro_batches) for window in loaded] == MICRO_BATCHES
     wrong(monkeypatch)
     assert not same(config, "gpt2", WRONG[wrong], "fixed", SlowLane)
 

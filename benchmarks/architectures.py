@@ -1,21 +1,26 @@
-"""Tests techniques that change how a model computes, on every causal language model family of transformers.
+"""Tests techniques that change how a model computes, on every family of causal language models in transformers.
 
 python -m benchmarks.architectures          # ten minutes on two cores, twenty on one (--workers=1)
-python -m benchmarks.architectures gemma2   # only this family, printed and not saved (--save replaces its cells)
+python -m benchmarks.architectures gemma2   # only this family; printed, and saved only with --save
 
 `SMALL` and `VALUES` make every family small: rules for the names of config keys, and special values for some families.
 `TELLING` sets scaling factors and caps to values that change the result, so that a technique that ignores them gives a
-wrong result. The table has a row per family and a column per test. `right` in a column means:
+wrong result. The table has a row for each family and a column for each test. `right` in a column means:
 
-- starts as typed: with lowmem's default techniques the loss is positive, and all gradients are finite
+- starts as typed: with lowmem's default techniques (for families in `OWN_LOSS`, with another loss) the loss is positive
+  and all gradients are finite
 - all kinds: the small model has at least as many kinds of blocks (sliding and full attention, dense layers and experts,
-  ...) as a model with transformers' default values
-- full = chunked: loss=full and loss=chunked give equal losses and gradients, up to the order of fp32 sums
-- every_layer, selective, offload: the loss and gradients have the same bits as without checkpointing
-- bf16-master: two steps give the same bits of weights as a naive loop with an fp32 model and a bf16 model
-- lora: with the saved adapter, PEFT computes lowmem's logits up to rounding, and both merge to the same bits
-- qlora: the loss and gradients have the same bits as with LoRA on the dequantized weights
-- plan: the planner predicts a run of the model from a trace, without estimating
+  ...) as a model with transformers' default values; if the attributes of all blocks of that larger model differ, only
+  the names and classes of the blocks' modules are compared
+- full = chunked: the losses and gradients of loss=full and loss=chunked differ by at most the rounding of fp32 sums in
+  another order
+- every_layer, selective, offload: the loss and gradients are bit-identical to those without checkpointing, and the
+  forward pass calls a block that lowmem finds
+- bf16-master: after two steps the weights are bit-identical to those of a naive loop with an fp32 and a bf16 model
+- lora: only LoRA matrices have gradients; PEFT, given the saved adapter, computes lowmem's logits up to rounding;
+  PEFT's merged weights are bit-identical to lowmem's
+- qlora: the loss and gradients are bit-identical to those of LoRA on the dequantized weights
+- plan: the planner predicts the memory of a run from a trace, without an estimate
 """
 
 import argparse
@@ -65,8 +70,8 @@ from lowmem.training.training import mixes_dtypes
 
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TOKENS = 4, 64, 4, 512, 2, 16
 SECONDS = 60  # time limit of one cell
-REORDERED = 1e-5  # error of fp32 sums in another order, relative to the largest element
-ROUNDINGS = 4  # error of an adapter's logits, as a multiple of the change by one fp32 rounding of every weight
+REORDERED = 1e-5  # tolerance for fp32 sums in another order, relative to the largest element
+ROUNDINGS = 4  # tolerance for an adapter's logits, in units of `rounding_of`
 # pattern -> largest value of the config keys that match it. The first matching pattern applies.
 SMALL = {
     r"vocab_size": VOCABULARY,
@@ -86,22 +91,23 @@ SMALL = {
     r"position|seq_len|n_ctx": 128,
     r"image_size": 28,
 }
-# pattern -> value of the config keys that match it. The values change the result, unlike a factor of 1 or a cap that no
-# logit reaches.
+# pattern -> value of the config keys that match it. Unlike a factor of 1 or a cap that no logit reaches, these values
+# change the result.
 TELLING = {
     r"logit_scale|logits_scaling|lm_head_multiplier|logits?_mup|output_multiplier": 0.5,
     r"final_logit_softcapping|logits_soft_cap|output_logit_soft_cap": 0.2,
 }
 NUMBER_OF_LAYERS = r"num_hidden_layers$|^n_layers?$|^num_layers$|(decoder|encoder)_layers$|^num_blocks$|^depth$"
-# family -> number of blocks, for families whose first `LAYERS` blocks lack one of their kinds of blocks.
+# family -> number of blocks of the small model, for families whose first `LAYERS` blocks do not include all kinds of
+# blocks.
 DEPTHS = {
     **dict.fromkeys(("deepseek_v4", "jamba", "kimi_linear", "kolibri1", "lfm3"), 5),
     **dict.fromkeys(("bailing_hybrid", "beam", "flint", "gemma3", "gemma3_text", "inkling_text", "mimo_v2_flash"), 6),
     "inkling2_text": 7,
 }
 _LINEAR_AND_HYBRID = ["linear_attention", "hybrid"] * 2  # two hybrid blocks, which share their weights
-# model_type -> config values, for families that the rules alone cannot build, or build without one of their kinds of
-# blocks. They also apply to a text decoder inside a multimodal model.
+# model_type -> config values, for families that cannot be built by the rules alone, or only without one of their kinds
+# of blocks. The values also apply to a text decoder with this model_type inside a multimodal model.
 VALUES = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -160,14 +166,15 @@ IMPOSSIBLE = {
 
 
 class Depth(NamedTuple):
-    """The number of layers by default, and the number in the small model."""
+    """The number of layers of a family with default values, and of its small model."""
 
     full: int
     small: int
 
 
 def shrunk(model_type: str) -> dict:
-    """Returns a small architecture of a family, in the form of `architecture` in the yaml files of conf/model."""
+    """Returns the architecture of a family's small model, in the form of `architecture` in the yaml files of
+    conf/model."""
     full = CONFIG_MAPPING[model_type]()
     text = full.get_text_config(decoder=True)
     layers = next(
@@ -227,17 +234,17 @@ def _value(key: str, value: object, depth: Depth) -> object:
 
 
 class Kinds(NamedTuple):
-    """Counts of a model's blocks, of their kinds (blocks with equal modules and attributes), and of their structures
-    (blocks with equal modules)."""
+    """The number of a model's blocks, of kinds of blocks, and of structures. Blocks of one kind have equal modules,
+    attributes and parameter shapes; blocks of one structure have modules of equal names and classes."""
 
     blocks: int
     kinds: int
     structures: int
 
     def lacks(self, full: "Kinds") -> bool:
-        """Returns True if this small model has fewer kinds of blocks than the full model. If attributes distinguish
-        every block of the full model, such as a factor that depends on the block's number, only structures are
-        compared."""
+        """Returns True if this small model has fewer kinds of blocks than the full model. If the full model has more
+        blocks than this one and no two of its blocks have equal attributes (for example, because a factor depends on
+        the block's number), only structures are compared."""
         numbered = full.kinds == full.blocks > self.blocks
         return self.structures < full.structures or (self.kinds < full.kinds and not numbered)
 
@@ -251,7 +258,7 @@ def kinds_of(config: PretrainedConfig) -> Kinds:
 
 
 def all_kinds(architecture: dict) -> str:
-    """Compares the number of kinds of blocks with that of a model with transformers' default values."""
+    """Compares the kinds of blocks of the small model with those of a model with transformers' default values."""
     model_type = architecture["model_type"]
     small = kinds_of(loading.describe(configured(architecture)).grown)
     try:
@@ -272,7 +279,8 @@ def _composed(*overrides: str) -> Run:
     return cfg.knowing(model={"pretrained": False}, device="cpu", batch_size=BATCH)
 
 
-# Overrides for families that refuse the default loss; the cell "full = chunked" shows the refusal.
+# model_type -> overrides, for families with which lowmem refuses the default loss. They are not added if a cell sets
+# the loss, so "full = chunked" shows the refusal.
 OWN_LOSS = {"prophetnet": ["loss=full"]}
 
 
@@ -332,8 +340,8 @@ def checkpointed(name: str) -> Callable[[dict], str]:
 
 
 def blocks_are_called(architecture: dict) -> bool:
-    """Returns True if a forward pass over text calls any of the blocks that lowmem finds. If not, lowmem has found
-    blocks of another part of the model, such as an image encoder."""
+    """Returns True if a forward pass over text calls any of the blocks that lowmem finds. Otherwise lowmem has found
+    the blocks of another part of the model, such as an image encoder."""
     module, ids = build_module(configured(architecture))
     blocks, called = blocks_of(module.model), set()
     for block in blocks:
@@ -355,7 +363,8 @@ class Windows:
 
 
 def masters(architecture: dict) -> str:
-    """Compares two steps of SGD on master weights with a naive loop that keeps an fp32 model and a bf16 model."""
+    """Compares the weights after two SGD steps with precision=bf16-master with those of a naive loop, which keeps an
+    fp32 model and a bf16 model."""
     cfg = configured(architecture, "precision=bf16-master", "optim=sgd", "clip=null", "scheduler=constant")
     module, ids = build_module(cfg)
     plugins = list(map(instantiate, cfg.plugins))
@@ -399,9 +408,10 @@ def masters(architecture: dict) -> str:
 
 
 def adapted(architecture: dict) -> str:
-    """Tests LoRA. Only its matrices may have gradients. PEFT must open the adapter's folder with the same adapted
-    layers and logits. Merging must keep the logits, and give the bits of PEFT's merge. If PEFT does not load some
-    tensors, the answer is a refusal, and PEFT's logits and merge are not compared."""
+    """Tests LoRA. Only LoRA matrices may have gradients. PEFT, given the saved adapter, must adapt the same layers and
+    compute the same logits up to rounding. Merging must not change the logits beyond rounding, and the merged weights
+    must be bit-identical to PEFT's. If PEFT does not load all tensors of the adapter, the logits and merged weights of
+    PEFT are not compared, and the cell says "refused"."""
     module, ids = build_module(configured(architecture, "adapter=lora", "adapter.r=4"))
     network, batch = module.model, MicroBatch(ids[:, :-1], ids[:, 1:])
     for _, p in trainable(network):
@@ -435,8 +445,8 @@ def adapted(architecture: dict) -> str:
 
 
 def apart(logits: Tensor, right: Tensor) -> float:
-    """Returns the largest error of the logits, relative to the largest absolute logit of `right`. Positions at which
-    either tensor is not finite are left out."""
+    """Returns the largest difference between the logits, relative to the largest absolute value of `right`. Elements
+    that are not finite in either tensor are left out."""
     finite = right.isfinite() & logits.isfinite()
     return ((logits - right)[finite].abs().max() / right[finite].abs().max()).item()
 
@@ -458,7 +468,7 @@ def layers_with(network: torch.nn.Module) -> set[str]:
 
 
 def quantized(architecture: dict) -> str:
-    """Tests that QLoRA gives the same bits of loss and gradients as LoRA on a plain model with the dequantized
+    """Tests that the loss and gradients of QLoRA are bit-identical to those of LoRA on a model with the dequantized
     weights."""
     found = []
     for plain in (False, True):
@@ -498,8 +508,8 @@ CELLS = {
 
 
 def family(model_type: str, names: Sequence[str] = tuple(CELLS)) -> dict[str, str]:
-    """Returns cell -> "right", or another kind of answer with the reason. If the first cell is not right, the other
-    cells are not run.
+    """Returns name of a cell -> its answer: "right", or text that begins with another of KINDS_OF_ANSWERS. If the first
+    cell is not "right", the other cells are not run.
 
     Args:
         names: names of the cells to run, in the order of CELLS.
@@ -547,7 +557,8 @@ KINDS_OF_ANSWERS = ("right", "estimate", "refused", "wrong", "failed", "not comp
 
 
 def table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns a table with counts and one row per family, followed by the full text of each cell that is not right."""
+    """Returns Markdown: a table with the count of each kind of answer and a row per family, then the full text of each
+    answer that is not "right"."""
     lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
     for kind in KINDS_OF_ANSWERS:
         counts = [Counter(_kind(row.get(cell)) for row in rows.values())[kind] for cell in CELLS]

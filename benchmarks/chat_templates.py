@@ -1,22 +1,24 @@
-"""Compares the tokens that lowmem and TRL's SFTTrainer learn from conversations: 13 chat templates, 20 conversations.
+"""Compares the tokens that lowmem and TRL's SFTTrainer learn from 20 conversations with each of 13 chat templates.
 
 python -m benchmarks.chat_templates          # a minute; needs pip install -e '.[trl]'
 python -m benchmarks.chat_templates Qwen3    # only this template, printed and not saved
 
-The templates are shipped with TRL, except ChatML, which is lowmem's. Files in the folder `CHAT_TEMPLATES`, such as
-`qwen3.jinja`, take precedence over TRL's. The benchmark trains a small BPE with all special tokens of each template, so
-it needs no tokenizer file of a model. The conversations are in `tests/support/conversations.py`.
+The templates are shipped with TRL, except ChatML, which is lowmem's. If the environment variable CHAT_TEMPLATES names a
+folder, files in it such as `qwen3.jinja` take precedence over TRL's. For each template, the benchmark trains a small
+BPE tokenizer and adds the template's special tokens, so it needs no tokenizer files of models. The conversations are in
+`tests/support/conversations.py`.
 
-Two learned tokens match only if all tokens before them in their rows match too, so it does not matter how a
-conversation is divided into rows. TRL prepares each conversation in two ways:
+A token that lowmem learns matches a token that TRL learns only if the tokens are equal and all earlier tokens in their
+rows are equal too. So all answers may be in one row, or each answer in a row with the messages before it. TRL prepares
+each conversation in two ways:
 
 - conversation: the full conversation with `assistant_only_loss=True`, for which TRL replaces most templates by its own
   version with generation tags
 - answers: each answer as the completion of the messages before it, with the model's own template
 
-To find the parts of a conversation that a template drops, the benchmark replaces one part after another by another
-text. A part counts as dropped if its replacement leaves the rendering of every answer unchanged. This check does not
-use the training code of either library.
+To find the parts of a conversation that a template drops, the benchmark replaces each part in turn by another text. A
+part is dropped if its replacement leaves the renderings of all answers unchanged. This check does not use the training
+code of either library.
 """
 
 import argparse
@@ -52,7 +54,7 @@ from conversations import CONVERSATIONS
 
 
 class Template(NamedTuple):
-    """A chat template, with the added tokens of its tokenizers (separated by spaces)."""
+    """A chat template and the added tokens of its tokenizer, separated by spaces."""
 
     file: str | None  # file name without .jinja; None: lowmem's ChatML
     special: str  # added tokens that decoding skips
@@ -171,13 +173,14 @@ def lowmem_rows(template: Template, conversation: dict) -> list[Row] | str:
 
 
 def conversation_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns a list with TRL's row of the full conversation, in which only the assistant's text is learned, or TRL's
-    error."""
+    """Returns a list with TRL's row of the full conversation, or TRL's error message. Only the assistant's text is
+    learned."""
     return _prepared(template, [conversation], assistant_only_loss=True)
 
 
 def answer_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns TRL's rows, each with an answer as the completion of the messages before it, or TRL's error."""
+    """Returns TRL's rows, one per answer, or TRL's error message. The prompt of a row is the messages before the
+    answer."""
     messages = conversation["messages"]
     places = _places(conversation)
     rest = {key: value for key, value in conversation.items() if key != "messages"}
@@ -189,8 +192,8 @@ WAYS = {"conversation": conversation_rows, "answers": answer_rows}
 
 
 def _prepared(template: Template, records: list[dict], **settings: object) -> list[Row] | str:
-    """Returns the rows of SFTTrainer's training data, or its error. Records are passed as a stream, because a table
-    would give the `arguments` of all tool calls the same keys."""
+    """Returns the rows of SFTTrainer's training data, or the error message. Records are passed as an `IterableDataset`,
+    because a table would give the `arguments` of all tool calls the same keys."""
     from datasets import IterableDataset
     from trl import SFTConfig, SFTTrainer
 
@@ -246,10 +249,9 @@ UNEXPLAINED = "x!?"
 
 
 class Piece(NamedTuple):
-    """Adjacent tokens that only one library learns: positions [start, stop) of a row, inside the learned span [begin,
-    end).
+    """Adjacent tokens that only one library learns, at positions [start, stop) of a row.
 
-    number: index of the span in `spans` of this library's rows.
+    They are part of the learned span [begin, end), which has index `number` in `spans` of this library's rows.
     """
 
     row: Row
@@ -261,7 +263,8 @@ class Piece(NamedTuple):
 
 
 def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
-    """Returns (row, begin, end) of every maximal run of learned tokens, at positions [begin, end) of the row."""
+    """Returns (row, begin, end) for every maximal run of learned tokens, which has positions [begin, end) of the
+    row."""
     found = []
     for row in rows:
         edges = np.flatnonzero(np.diff([False, *row.learned, False]))
@@ -270,7 +273,8 @@ def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
 
 
 def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
-    """Yields the learned tokens of `rows` that no row of `others` learns after the same tokens."""
+    """Yields the learned tokens of `rows` that `others` does not learn after the same earlier tokens, or learns less
+    often."""
     left = Counter(prediction for row in others for prediction in row.predictions())
     alone = set()
     for r, row in enumerate(rows):
@@ -286,7 +290,7 @@ def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
 
 
 class Answer(NamedTuple):
-    """The tokens of the generation prompt of an answer, and of the rendering that ends with the answer."""
+    """The tokens of an answer's generation prompt, and of the rendering that ends with the answer."""
 
     prompt: list[int]
     rendering: list[int]
@@ -308,7 +312,7 @@ def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: P
     ids, start = piece.row.ids, piece.start
     known = [row for row in rows if row.ids[:start] == ids[:start] and len(row.ids) > start]
     only_ends = not {*ids[start : piece.stop]} - made.added_tokens_decoder.keys()
-    if any(row.learned[start] and row.ids[start] != ids[start] for row in known):  # then of_lowmem decides
+    if any(row.learned[start] and row.ids[start] != ids[start] for row in known):  # of_lowmem checks lowmem's token
         return "e" if only_ends else "c"
     if not known or piece[1:3] == piece[3:5]:
         return "c"
@@ -335,7 +339,7 @@ def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizer
 class Marked(NamedTuple):
     """The result of comparing both libraries on a conversation with a template.
 
-    marks: keys of REASONS; told: descriptions of refusals and differences.
+    marks: keys of REASONS, one character each; told: descriptions of refusals and differences.
     """
 
     marks: str
@@ -343,7 +347,7 @@ class Marked(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A conversation with a template, and the data that a comparison with TRL's rows needs.
+    """A conversation with a template, and the data from which lowmem's rows are compared with TRL's.
 
     rows: lowmem's rows, or the message of its refusal; lost: paths of the parts that the template drops; answers: all
     answers, once for each spelling of the conversation's tool calls.
@@ -356,7 +360,7 @@ class Case(NamedTuple):
     answers: list[Answer]
 
     def compared(self, theirs: list[Row] | str) -> Marked:
-        """Compares lowmem's rows with TRL's."""
+        """Compares lowmem's rows with TRL's. Args: theirs: TRL's rows, or its error message."""
         lost = [f"left out: {part}" for part in self.lost]
         if isinstance(self.rows, str):
             told = [f"lowmem: {self.rows}", *lost]
@@ -399,7 +403,7 @@ def _text(piece: Piece, made: PreTrainedTokenizerFast) -> str:
 
 
 def parts(conversation: dict) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yields (path to a part of a conversation, replacement text), for each part that a rendering must contain."""
+    """Yields (path to the part, replacement text) for each part of a conversation that a rendering must contain."""
     for i, message in enumerate(conversation["messages"]):
         for key in ("content", "reasoning_content", "thinking"):
             if message.get(key, "").strip():
@@ -425,8 +429,8 @@ def replaced(conversation: dict, path: tuple[str | int, ...], text: str) -> dict
 
 
 def spellings(conversation: dict) -> list[dict]:
-    """Returns the conversation as recorded, and those copies that differ from it: with the arguments of all tool calls
-    as objects, and as JSON text."""
+    """Returns the conversation as recorded, a copy with the arguments of all tool calls as objects, and a copy with the
+    arguments as JSON text. A copy that equals the recorded conversation is left out."""
     copies = [deepcopy(conversation) for _ in range(2)]
     for copy, spell in zip(copies, (_as_object, _as_text), strict=True):
         for call in (call for message in copy["messages"] for call in message.get("tool_calls", ())):
@@ -443,8 +447,8 @@ def _as_text(arguments: str | dict) -> str:
 
 
 def left_out(template: Template, conversation: dict) -> list[str]:
-    """Returns the paths of the parts that no answer's rendering contains, in the first spelling for which the template
-    renders all answers; [] if there is no such spelling."""
+    """Returns the paths of the parts that change no answer's rendering if they are replaced. Uses the first spelling
+    for which the template renders all answers; returns [] without such a spelling."""
     for one in spellings(conversation):
         before = _renderings(template, one)
         if all(before):
@@ -454,13 +458,13 @@ def left_out(template: Template, conversation: dict) -> list[str]:
 
 
 def _renderings(template: Template, conversation: dict) -> list[str]:
-    """Returns for each answer the rendering of all messages up to and including the answer; "" if the template
-    fails."""
+    """Returns for each answer the rendering of all messages up to and including the answer, or "" if the template
+    raises an error."""
     return [_rendered(template, conversation, i + 1) for i in _places(conversation)]
 
 
 def _prompts(template: Template, conversation: dict) -> list[str]:
-    """Returns for each answer its generation prompt; "" if the template fails."""
+    """Returns the generation prompt of each answer, or "" if the template raises an error."""
     return [_rendered(template, conversation, i, add_generation_prompt=True) for i in _places(conversation)]
 
 
@@ -482,7 +486,7 @@ def _rendered(template: Template, conversation: dict, count: int, **how: bool) -
 
 
 def case_of(template: Template, conversation: dict) -> Case:
-    """Encodes a conversation with lowmem, and its answers with transformers' `apply_chat_template`."""
+    """Returns the `Case` of a conversation. transformers' `apply_chat_template` renders its prompts and answers."""
     made, answers = tokenizer(template), []
     for one in spellings(conversation):
         for texts in zip(_prompts(template, one), _renderings(template, one), strict=True):
@@ -492,8 +496,9 @@ def case_of(template: Template, conversation: dict) -> Case:
 
 
 def measured(template: Template) -> dict[str, dict[str, Marked]]:
-    """Returns title of a conversation -> key of WAYS -> comparison. If TRL fails or differs in the recorded spelling of
-    the tool calls but not in another spelling, the comparison uses the other spelling and is marked "j"."""
+    """Returns title of a conversation -> key of WAYS -> comparison. If the comparison of the conversation as recorded
+    has a mark "t", "c" or "?" and that of another of its `spellings` has no such mark and no "-", the result is the
+    other comparison with the additional mark "j"."""
     results = {}
     for title, conversation in CONVERSATIONS.items():
         case, results[title] = case_of(template, conversation), {}
@@ -527,7 +532,8 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> str:
 
 
 def _refusals(results: Mapping[str, Mapping[str, Mapping[str, Marked]]]) -> Iterator[str]:
-    """Yields a heading, and a line for each refusal message with the number of refused conversations by template."""
+    """Yields the lines of a heading and of a list. The list has, for each refusal message, the number of refused
+    conversations per template."""
     refused: dict[str, Counter] = defaultdict(Counter)
     for name, of_one in results.items():
         for ways in of_one.values():

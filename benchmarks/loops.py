@@ -1,12 +1,12 @@
-"""Runs one training in one of four loops: lowmem as shipped, a hand-written loop, plain Lightning,
-transformers.Trainer.
+"""Runs one training in one of these loops: lowmem as shipped, lowmem without its memory meter, a hand-written loop,
+plain Lightning, or transformers.Trainer.
 
     python -m benchmarks.loops <loop> <recipe> <model>
 
-All loops have the same weights, accumulation windows, optimizer and schedule, which lowmem builds, and the same
-precision and clipping. A loop prints the seconds and the loss of its steps, the speed over the timed steps, and the
-peak bytes of live tensors: lowmem's meter counts them in its sampled steps, the other loops in the third step.
-`benchmarks.card` runs the other loops on a card, with its own models.
+All loops use equal weights, accumulation windows, optimizers and schedules, which lowmem builds, and the same precision
+and clipping. A loop prints JSON with the seconds and losses of its steps, the speed over the timed steps, and the peak
+bytes of live tensors. lowmem's meter measures this peak over its sampled steps; the other loops measure it in the third
+step. `benchmarks.card` runs the other loops on a card, with its own models.
 """
 
 import json
@@ -25,15 +25,15 @@ from benchmarks.runner import run_train
 from benchmarks.turns import Turns
 from lowmem.system.without_gc import undisturbed
 
-# Twenty steps are timed: all after the warm-up, except the last. In one of the timed steps the meter tracks memory by
-# category, as in every 20th step of a long run.
+# The timed steps are the twenty steps between the warm-up and the last step. In one of them (step 20) the meter tracks
+# memory by category, as in every 20th step of a long run.
 STEPS, WARM_UP = 24, 3
 MODELS = {
     # 13.9M parameters
     "13.9M": {"vocab_size": 8192, "n_positions": 256, "n_embd": 384, "n_layer": 6, "n_head": 6, "T": 256},
     # train.py's default model
     "tiny": {"vocab_size": 4096, "n_positions": 256, "n_embd": 192, "n_layer": 4, "n_head": 4, "T": 128},
-    # for tests that a loop runs
+    # for tests that only check that a loop runs
     "thin": {"vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "T": 16},
 }
 BATCH_SIZE = 8  # sequences per optimizer step
@@ -65,8 +65,8 @@ def shape(model: str, steps: int = STEPS) -> list[str]:
 
 
 def lowmem(recipe: str, model: str, metered: bool = True) -> dict:
-    """Runs train.py as shipped, with memory meter, metrics, W&B (offline), plan and checkpoint. Args: metered: False
-    replaces the meter by one that measures nothing."""
+    """Runs train.py as shipped, with memory meter, metrics, W&B (offline), plan and checkpoint. Args: metered: False:
+    the memory meter measures nothing."""
     from lowmem.training import watchers
 
     if not metered:
@@ -102,7 +102,7 @@ def speed(turns: Turns, model: str) -> dict:
 
 
 def silent_meter() -> type:
-    """Returns a MemoryMeter class whose hooks do nothing. A run with it shows the cost of the meter."""
+    """Returns a subclass of MemoryMeter whose hooks do nothing. It is used to find what the memory meter costs."""
     from lightning.pytorch import Callback
 
     from lowmem.memory.meter import MemoryMeter
@@ -136,7 +136,7 @@ class Watches(Protocol):
     """Observes the steps of a loop."""
 
     def begin(self) -> None:
-        """Called before each optimizer step."""
+        """Called before the first micro-batch of each optimizer step."""
 
     def add(self, loss: torch.Tensor) -> None:
         """Called with the loss of each micro-batch, divided by the number of micro-batches of a step."""
@@ -147,7 +147,7 @@ class Watches(Protocol):
 
 def materials(lines: Sequence[str], steps: int) -> Materials:
     """Builds the model, the data and the optimizer. Args: lines: overrides of train.py; steps: number of optimizer
-    steps, for which data is read."""
+    steps for which data is read."""
     from lightning.pytorch import seed_everything
 
     from lowmem.config.settle import run_of
@@ -251,9 +251,9 @@ def plain(loop: Materials, watch: Watches) -> None:
 
 
 def lightning(loop: Materials, watch: Watches) -> None:
-    """Trains with Lightning, without logger, checkpoints, progress bar and model summary.
+    """Trains with Lightning, without a logger, checkpoints, a progress bar or a model summary.
 
-    A hook clips gradients, because Lightning with mixed precision refuses to clip for a fused optimizer.
+    A hook clips the gradients, because Lightning with mixed precision refuses to clip gradients for a fused optimizer.
     """
     from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -335,7 +335,7 @@ def adding_losses(trainer: type, watch: Watches) -> type:
 
 
 def trainer_arguments(loop: Materials) -> dict[str, object]:
-    """Returns the arguments with which transformers.Trainer, or a subclass of it, trains like the other loops."""
+    """Returns the arguments of TrainingArguments, or a subclass, with which a `Trainer` trains like the other loops."""
     return {
         "output_dir": tempfile.gettempdir(),  # nothing is saved
         "per_device_train_batch_size": len(loop.windows[0][0].input_ids),
@@ -353,8 +353,8 @@ def trainer_arguments(loop: Materials) -> dict[str, object]:
 
 
 def trainer_parts(loop: Materials, watch: Watches) -> dict[str, object]:
-    """Returns arguments of a `Trainer`: the optimizer with its schedule, and a callback that tells a watch when a step
-    begins and ends."""
+    """Returns keyword arguments of a `Trainer`: the optimizer with its schedule, and a callback that calls the `begin`
+    and `end` of a watch."""
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
@@ -380,9 +380,9 @@ def other(loop: Callable[[Materials, Watches], None], recipe: str, model: str) -
 
 
 def same_products(bf16: bool, device: str = "cpu") -> AbstractContextManager:
-    """Returns a context manager in which the other loops compute 16-bit matmuls in fp32 wherever lowmem does: on a CPU
-    without 16-bit instructions. On such a CPU, 16-bit matmuls would take ten times as long as fp32 matmuls, and round
-    differently from lowmem's."""
+    """Returns a context manager in which the other loops compute 16-bit matmuls in fp32 wherever lowmem does, that is,
+    on a CPU without 16-bit instructions. On such a CPU, 16-bit matmuls would take ten times as long as fp32 matmuls,
+    and would round differently from lowmem's."""
     from lowmem.techniques.precision.cpu_products import widened
 
     return widened(torch.bfloat16 if bf16 else torch.float32, device)

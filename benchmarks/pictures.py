@@ -2,7 +2,8 @@
 
 python -m benchmarks.pictures            # ten seconds
 
-tests/test_pictures.py draws each picture again, compares it with the file, and checks that its texts are readable.
+tests/test_pictures.py draws each picture again, compares the result with the file, and checks that the texts are
+readable.
 """
 
 import argparse
@@ -62,7 +63,7 @@ WHY = {
 
 
 def capacity() -> Picture:
-    """Draws bars: the memory that each recipe needs on the card, the host and the drive."""
+    """Draws bars of the memory that each recipe needs on the card, on the host and on the drive."""
     rounds = stored("capacity")["rounds"]
     rows = {name: rounds[name][0] for name in RECIPES}
     top, step, left, scale = 128, 78, 104, 2.95
@@ -108,13 +109,13 @@ def capacity() -> Picture:
 
 
 def typed(overrides: list[str]) -> str:
-    """Returns the overrides of a row that the heading of the picture does not mention."""
+    """Returns the overrides of a row, without those that the picture's heading already shows."""
     return " ".join(line for line in overrides if line not in ("model=llama-3.1-8b", "seq_len=2048"))
 
 
 def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
     """Draws the card memory that a recipe needs as a bar with a part per category, inside an outline of the card's
-    size. Draws bars of host memory and drive below."""
+    size. Below, draws a bar of host memory and a bar of drive space, if the recipe needs them."""
     picture.box(x, y, row["card_size_bytes"] / GIB * scale, 18, "panel", edge="edge")
     at = x
     parts = {kind: size for kind, size in row["tensor_bytes_by_category"].items() if kind != "other"}
@@ -132,11 +133,12 @@ def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
 
 
 class Panel(NamedTuple):
-    """Where one recipe stores the bytes of a parameter, and how many bytes per parameter an optimizer step copies."""
+    """Where a recipe stores the bytes of a parameter, and how many bytes per parameter it copies in an optimizer
+    step."""
 
     title: str
     typed: str
-    card: dict[str, float]  # category -> bytes per parameter; also of host and drive
+    card: dict[str, float]  # category -> bytes per parameter; likewise for host and drive
     says_card: str
     host: dict[str, float]
     says_host: str
@@ -198,7 +200,7 @@ PANELS = [
 
 
 def card_host_drive() -> Picture:
-    """Draws PANELS: where the bytes of a parameter are stored, and how many are copied in a step."""
+    """Draws PANELS, which show where the bytes of a parameter are stored and how many bytes a step copies."""
     top, step = 96, 142
     height = top + step * len(PANELS) + 96
     picture = Picture(
@@ -264,7 +266,7 @@ class Symptom(NamedTuple):
     """A symptom, and the overrides that help.
 
     Args:
-        kind: the colour of its mark: a category of memory.png, host or bad.
+        kind: name of the mark's colour: a category of memory.png, "host" or "bad".
         seen: how a user recognizes it.
         words: pairs of (overrides, their price), the recommended pair first.
     """
@@ -352,7 +354,7 @@ SYMPTOMS = [
 
 
 def symptoms() -> Picture:
-    """Draws a decision tree from each symptom to the overrides that help, with their price."""
+    """Draws a decision tree from each symptom to the overrides that help, with the price of each override."""
     top, step, trunk = 112, 88, 34
     height = top + step * len(SYMPTOMS) + 16
     picture = Picture(
@@ -436,7 +438,7 @@ ROOMS = {  # from top to bottom: a folder imports only from the folders below it
 
 
 def modules() -> Picture:
-    """Draws the folders of src/lowmem in a column. In the row of a folder, a dot marks each folder from which it
+    """Draws the folders of src/lowmem in a column. The dots in a folder's row mark the folders from which it
     imports."""
     top, step, cell, left = 76, 40, 23, 480
     height = top + step * len(ROOMS) + 34
@@ -463,7 +465,7 @@ def modules() -> Picture:
 
 
 def imported() -> dict[str, set[str]]:
-    """Returns folder of src/lowmem -> the other folders from which its files import."""
+    """Returns name of a folder of src/lowmem -> names of the other folders from which its files import."""
     source, found = ROOT / "src" / "lowmem", {room: set() for room in ROOMS}
     for file in source.rglob("*.py"):
         room = file.relative_to(source).with_suffix("").parts[0]

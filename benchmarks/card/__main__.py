@@ -4,14 +4,14 @@
     python -m benchmarks.card --only masters   # cases with this word in their names, even if they have been measured
     python -m benchmarks.card --list           # the cases, their seconds and their status
     python -m benchmarks.card --device cpu     # a rehearsal without a card: the same code with small models
-    python -m benchmarks.card --predict h100   # predicts every run of lowmem for a card of conf/gpu.yaml, without one
+    python -m benchmarks.card --predict h100   # predicts every run of lowmem for a card of conf/gpu.yaml; needs no card
     python -m benchmarks.card --table          # writes the page again from the file of results
 
 Every case runs in a separate process. A case starts only if its estimated seconds fit in the rest of --minutes. It is
 stopped after twice its estimate (ten times in a rehearsal; at least a minute), or when the minutes are over.
 benchmarks/results/card.json is written after each case. A case with a result, even a failure, is not run again unless
 --only names it. A case that was stopped because the minutes were over has no final result, so it is run again. The exit
-code is 1 if a case failed, was stopped or found a wrong result.
+code is 1 if a case failed, was stopped or found a wrong result, and 2 if no case could be run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra", "omegaconf", "psutil", "pydantic")
-PATIENCE = {"cuda": 2, "cpu": 10}  # time limit / estimated seconds of a case; a rehearsal may run on a busy machine
+PATIENCE = {"cuda": 2, "cpu": 10}  # time limit in estimated durations of a case; a rehearsal may run on a busy machine
 LEAST = 60  # smallest time limit in seconds, unless fewer seconds are left
 
 
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: Sequence, known: dict, file: Path, options: argparse.Namespace) -> int:
-    """Runs the chosen cases that fit in the minutes and have no final result; with --only, also cases that have one.
-    Returns the exit code."""
+    """Runs the chosen cases that fit in the minutes. Without --only, skips cases with a final result. Returns the exit
+    code."""
     from benchmarks.card import case, page
     from lowmem.report.summary import write
 
@@ -113,8 +113,8 @@ def _is_over(case, known: dict) -> bool:
 
 
 def _seconds(case, known: dict) -> float:
-    """Returns how many seconds a case took when its recorded result was measured, or its estimate if it has not been
-    completed."""
+    """Returns the seconds that a case took when it was last completed, or its estimate if the record has no completed
+    run."""
     record = known["cases"].get(case.name, {})
     return record["seconds"] if record.get("status") == "done" else case.seconds
 
@@ -125,7 +125,7 @@ def _status(case, known: dict) -> str:
 
 
 def _set_aside(file: Path) -> dict:
-    """Renames the results of another machine and returns an empty record."""
+    """Renames a file with results of another machine, and returns an empty record."""
     aside = file.with_stem(f"{file.stem}-{int(file.stat().st_mtime)}")
     file.replace(aside)
     print(f"{file.name} has results of another machine. They are in {aside.name} now.", flush=True)

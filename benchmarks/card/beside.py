@@ -1,8 +1,8 @@
-"""Times the training of Llama-3.2-1B's shapes (1.24B parameters) in lowmem and in other training loops.
+"""Times the training of a model with the shapes of Llama-3.2-1B (1.24B parameters) in lowmem and in other loops.
 
-All loops of `loops` train equal random weights on equal rows, with the optimizer and schedule that lowmem builds and
-with lowmem's clipping. The weights are in fp32, with bf16 autocast. A step has 8 sequences of 2048 tokens, in two
-micro-batches. `variants` and `tf32` time other recipes in lowmem only.
+All loops that `loops` runs train equal random weights on equal rows, with the optimizer and schedule that lowmem builds
+and with lowmem's clipping. The weights are in fp32, with bf16 autocast. A step has 8 sequences of 2048 tokens, in two
+micro-batches. `variants` and `tf32` time other recipes, in lowmem only.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from benchmarks.card.blocks import Blocks, attempt, flops_per_token, in_turns, s
 from benchmarks.card.case import Here, LeftOut
 
 NAME = "1.24B, bf16"
-NEEDED = 60  # GiB: weights, gradients and AdamW's state in fp32 18.4, activations of 8,192 tokens 25, logits 10
+NEEDED = 60  # GiB: 18.4 of fp32 weights, gradients and AdamW state, 25 of activations, 10 of logits, and a margin
 VARIANTS = (
     *("1.24B, bf16-true", "1.24B, bf16, chunked loss", "1.24B, bf16-true, tiled loss"),
     *("1.24B, bf16, compiled", "1.24B, bf16-true, compiled"),
@@ -25,8 +25,8 @@ PLAIN = "a plain PyTorch loop"
 
 
 def loops(here: Here) -> Iterator[dict]:
-    """Yields the rows of lowmem and of a plain loop, which run twice in turns, then the rows of Lightning,
-    transformers.Trainer and TRL's SFTTrainer, which run once.
+    """Yields the rows of lowmem and of a plain loop, which run twice each and in turns, then the rows of Lightning,
+    transformers.Trainer and TRL's SFTTrainer, which run once each.
 
     Raises:
         LeftOut: the card is too small.
@@ -46,7 +46,7 @@ def loops(here: Here) -> Iterator[dict]:
 
 
 def frameworks() -> dict[str, Callable]:
-    """Returns name of a framework -> its loop."""
+    """Returns name of a framework -> its training loop, which is called with `Materials` and a watch."""
 
     def sft(loop: others.Materials, watch: Blocks) -> None:
         from benchmarks.card.sft import sft as train  # imported here, because TRL may not be installed
@@ -57,7 +57,7 @@ def frameworks() -> dict[str, Callable]:
 
 
 def variants(here: Here) -> Iterator[dict]:
-    """Yields the rows of lowmem's other recipes for this model. Raises: LeftOut: the card is too small."""
+    """Yields the row of each recipe of VARIANTS in lowmem. Raises: LeftOut: the card is too small."""
     _require(here)
     for name in VARIANTS:
         yield attempt(lambda name=name: ours.train(name, here, Blocks(here, steps(here) // 2))) | {"run": name}
@@ -108,8 +108,8 @@ def other(here: Here, loop: Callable, by: str, run: str = NAME, watch: Blocks | 
 
 
 def compared(mine: dict, theirs: dict, speed: str = "lowmem's speed over this loop's") -> dict[str, object]:
-    """Returns the ratio of two loops' speeds, and the largest relative difference between their losses; {} if a loop
-    failed.
+    """Returns the ratio of two loops' speeds, and the largest relative difference between their losses of the same
+    step; {} if a loop failed.
 
     Args:
         speed: name of the ratio, which is the speed of `mine` divided by the speed of `theirs`.

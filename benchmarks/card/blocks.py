@@ -1,11 +1,11 @@
 """Times blocks of optimizer steps. As in a user's run, the device is not synchronized between the steps of a block.
 
 A loop calls `begin` before each step and `end` after it. The device is synchronized before the first timed step and
-after the last one. Synchronizing at every step would make a loop that never waits for the device as slow as a loop that
-always does.
+after the last one. If the device were synchronized at every step, a loop that never waits for the device would be as
+slow as a loop that waits in every step.
 
-`in_turns` runs loops one after the other in one process, in the order A B B A. So no loop has an advantage if the card
-slows down as it warms up. Each block records the card's clock rate, temperature and power at its end.
+`in_turns` runs each loop twice in one process, in the order A B B A, so that no loop has an advantage if the card slows
+down as it warms up. Each block records the card's clock rate, temperature and power at its end.
 """
 
 import time
@@ -35,7 +35,7 @@ PEAK = {
 
 
 class Blocks:
-    """Times one block.
+    """Times one block of optimizer steps.
 
     Args:
         steps: number of timed optimizer steps.
@@ -74,8 +74,8 @@ class Blocks:
         return [float(loss) for loss in self._losses]
 
     def as_dict(self) -> dict:
-        """Returns the block's timed steps, their seconds and the sensors. Raises: SystemExit: the loop made fewer than
-        all steps."""
+        """Returns the number of timed steps, their total seconds, and the values of `_sensors`. Raises: SystemExit: the
+        loop has made fewer than `all_steps` steps."""
         if self.seconds is None:
             raise SystemExit(f"The loop made {self.ended} of {self.all_steps} steps.")
         return {"steps": self.steps, "seconds": self.seconds, **self.sensors}
@@ -140,11 +140,12 @@ def seconds_per_step(row: Mapping) -> float | None:
 
 def flops_per_token(network: nn.Module, seq_len: int) -> float:
     """Returns the floating-point operations that training needs per token: 6 N + 12 L d T, as in appendix B of the PaLM
-    paper (https://arxiv.org/abs/2204.02311). The factor is 4 instead of 6 for frozen weights, because they have no
+    paper (https://arxiv.org/abs/2204.02311). N is the number of weights, L the number of layers, d the width of all
+    attention heads together, and T is `seq_len`. The factor is 4 instead of 6 for frozen weights, because they have no
     gradient.
 
-    N does not include an input embedding that is not also the output layer. Recomputation is not included, so
-    activation checkpointing lowers the MFU.
+    N includes the input embedding only if the output layer is tied to it. Recomputation is not included, so activation
+    checkpointing lowers the MFU.
     """
     config, embedding = network.config.get_text_config(decoder=True), network.get_input_embeddings()
     is_tied = network.get_output_embeddings().weight is embedding.weight

@@ -1,8 +1,8 @@
 """Runs one case of `python -m benchmarks.card` in a separate process, with a time limit.
 
-A case is a function in a module of this package. It takes a `Here` and yields rows: dictionaries from which `page.py`
-makes the rows of its tables. Each row is written as soon as it is measured, so a case that fails or is stopped keeps
-its earlier rows.
+A case is a function in a module of this package. It takes a `Here` and yields dictionaries, from which `page.py` makes
+the rows of its tables. Each row is written as soon as it is measured, so a case that fails or is stopped keeps its
+earlier rows.
 
 python -m benchmarks.card.case <module:function> <device> <folder>
 """
@@ -28,7 +28,7 @@ from lowmem.system.without_gc import undisturbed
 
 SCRATCH = ROOT / ".cache" / "card"  # in the checkout, because cases write checkpoints and /tmp may be in memory
 RESULT = "result.json"
-LINES, CHARACTERS = 12, 2000  # largest size of the end of a failed case's output that is recorded
+LINES, CHARACTERS = 12, 2000  # at most this much of the end of a failed case's output is recorded
 # Environment variables that would change the measurement. A case's process does not inherit them.
 NOT_OURS = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
@@ -46,7 +46,7 @@ class Case:
 
     Args:
         name: the name on the command line and in the page.
-        seconds: measured or estimated seconds of its process on an H100. The time limit is a multiple of them.
+        seconds: estimated seconds of its process on an H100. The time limit is a multiple of the estimate.
         run: "module:function", which takes a `Here` and yields rows.
         environment: additional environment variables of its process on a card, for settings that torch reads once per
             process.
@@ -118,8 +118,8 @@ def main() -> None:
 
 
 def described(device: str) -> dict | None:
-    """Returns the machine, the card, its driver and the versions of packages; None if `device` is cuda and torch finds
-    no CUDA device.
+    """Returns a description of the machine, the card, the card's driver and the versions of packages; None if `device`
+    is cuda and torch finds no CUDA device.
 
     A separate process initializes CUDA, so that the process that starts the cases takes no memory of the card.
     """
@@ -159,7 +159,8 @@ def run(case: Case, device: str, limit: float) -> dict:
     """Runs a case for at most `limit` seconds.
 
     Returns:
-        status: done, left out, failed or ended (by the limit); rows; seconds; and, unless the status is done, why.
+        The record of the case: `status` (done, left out, failed, or ended by the limit), `rows`, `seconds` and, unless
+        the status is done, `why`.
     """
     start = time.monotonic()
     SCRATCH.mkdir(parents=True, exist_ok=True)
@@ -195,7 +196,8 @@ def run(case: Case, device: str, limit: float) -> dict:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """Yields False if another process runs cases in this checkout, because two processes would slow each other down."""
+    """Yields False if another process runs cases in this checkout, else True. Two processes would slow each other
+    down."""
     SCRATCH.mkdir(parents=True, exist_ok=True)
     handle = os.open(SCRATCH, os.O_RDONLY)
     try:
@@ -212,7 +214,8 @@ def _read(file: Path) -> dict:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Returns the environment of a case: imports from this checkout, offline, one visible card, without `NOT_OURS`."""
+    """Returns the environment variables of a case's process. They omit `NOT_OURS`, put this checkout first in the
+    import path, keep libraries offline, and show the process a single card."""
     paths = [str(ROOT / part) for part in ("src", "tests/support", "tests")] + [os.environ.get("PYTHONPATH", "")]
     ours = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

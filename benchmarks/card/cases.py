@@ -1,7 +1,8 @@
 """The cases of `python -m benchmarks.card`. The most valuable cases come first, because a card may be available for
-minutes only.
+only a few minutes.
 
-The seconds are for one H100 with sixteen host cores. They are estimates until a card has measured them.
+The seconds are estimates for one H100 with sixteen host cores. Once a case is done, its recorded seconds are used
+instead.
 """
 
 from benchmarks.card.case import Case

@@ -1,9 +1,9 @@
-"""Measures for which share of the time the card is idle, and how often a step waits for the card, in five training
-loops.
+"""Measures, for five training loops, the share of time in which the card is idle, and how many times per step the host
+waits for the card.
 
 A loop that reads a number from the card, such as the loss, waits until the queued work is done. Then the card is idle
-until new work is queued. GPT-2 124M shows such waits best, because its steps take less than 20 ms. The model with 1.24B
-parameters has a more usual size for such a card.
+until new work is queued. GPT-2 124M shows such waits best, because its steps take less than 20 ms. 1.24B parameters are
+a more usual model size for a data-center card.
 """
 
 import warnings
@@ -24,7 +24,7 @@ from benchmarks.card.case import Here
 RUNS = ("GPT-2 124M, bf16", "1.24B, bf16")
 STEPS = 3  # number of steps that are profiled, and number of further steps in which waits are counted
 READS = ("aten::_local_scalar_dense", "aten::nonzero")  # operators whose result the host reads
-WAITED = "called a synchronizing CUDA operation"  # not in torch's warning that this mode is a prototype
+WAITED = "called a synchronizing CUDA operation"  # these words are not in torch's warning that the mode is a prototype
 
 
 def loops(here: Here) -> Iterator[dict]:

@@ -1,8 +1,8 @@
-"""Times the training of 1.24B parameters with other kernels: Liger's norm, rotary embedding and SwiGLU, and torch's
-flash and cuDNN attention.
+"""Times the training of a model with 1.24B parameters with alternative kernels: Liger's norm, rotary embedding and
+SwiGLU, torch's flash attention, and torch's cuDNN attention.
 
-All rows use the plain loop. Different kernels round differently; `found` has the resulting difference between the
-losses.
+All rows use the plain loop. Different kernels round differently, so `found` has the resulting difference between the
+losses, besides the ratio of the speeds.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,8 @@ FUSED = ("LigerRMSNorm", "LigerSwiGLUMLP")
 
 
 def swapped(here: Here) -> Iterator[dict]:
-    """Yields the row of the plain loop, then its rows with each of the other kernels. The loops run in turns."""
+    """Yields the row of the plain loop with its own kernels, then its row with each of the alternatives. The loops run
+    in turns."""
     kernels: dict[str, Callable] = {}
     if here.on_card:  # a CPU has neither kernel
         kernels |= {f"{PLAIN}, {name}": partial(with_attention, one) for name, one in ATTENTIONS.items()}

@@ -12,7 +12,7 @@ from lowmem.offload.copy_lanes import CardLane
 from made_up import SlowLane
 
 Timed = list[Callable[[], float]]  # functions that return seconds; to be called after all copies have ended
-FIRST = 3  # 1/FIRST of the measurements, from the start, is left out as warm-up
+FIRST = 3  # the first 1/FIRST of the measurements is left out as warm-up
 
 
 class OnCard(CardLane):
@@ -35,7 +35,7 @@ class OnCard(CardLane):
 
 def _on(stream: torch.Stream, into: Timed, call: Callable):
     """Calls `call` between two events on `stream`. Returns its result, and appends to `into` a function that returns
-    the time between the events."""
+    the seconds between the events."""
     start, end = (torch.Event(stream.device, enable_timing=True) for _ in range(2))
     start.record(stream)
     found = call()

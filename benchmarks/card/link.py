@@ -1,7 +1,8 @@
-"""Measures the rates that the planner uses: of matmuls, of memory, and of the link in both directions.
+"""Measures the rates that the planner uses: of matmuls, of memory, and of the link in each direction.
 
-The rates are stored for a week, and plans on this machine use them. The planner itself also measures these rates,
-except for the rate of the link while copies run in both directions, for which it assumes a share.
+The rates are stored for a week, and plans on this machine use them. The planner can measure these rates itself, except
+for the rate of copies to the card while other copies run from the card. For that rate it assumes a share of the link's
+rate.
 """
 
 from collections.abc import Iterator
@@ -31,8 +32,9 @@ def rates(here: Here) -> Iterator[dict]:
 
 
 def seconds_both_ways() -> float:
-    """Times copies to a card while other bytes are copied from the card on a second stream, as nvbandwidth does (its
-    issues 11, 15 and 53 explain why). Returns the seconds of the fastest of five copies after a warm-up copy."""
+    """Times copies to a card while other copies run from the card on a second stream. Only the copy to the card is
+    timed, as in nvbandwidth (its issues 11, 15 and 53 explain why). Returns the seconds of the fastest of five copies
+    after a warm-up copy."""
     down, up, taken = torch.cuda.Stream(), torch.cuda.Stream(), []
     pinned, received = (torch.empty(FLOATS, pin_memory=True) for _ in range(2))
     sent, to = (torch.empty(FLOATS, device="cuda") for _ in range(2))

@@ -5,8 +5,8 @@
     python -m benchmarks.card.luggage .wheels311 --python 3.11 --check python
 
 The image of the GPU machine has the packages of `IMAGE`. Each requirement of a wheel must be met by another wheel or by
-the image. The folder is sent together with the files that git tracks, so `LIMIT` applies to their sum. The exit code is
-1 if a requirement is missing, the sum is too large, or an import fails.
+the image. The folder is sent together with the files that git tracks, so `LIMIT` applies to the sum of their sizes. The
+exit code is 1 if a requirement is missing, the sum is too large, or an import fails.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def named(wheel: Path) -> tuple[str, str]:
 
 
 def refuse_others(folder: Path) -> None:
-    """Raises SystemExit if the folder contains a wheel that is not in WHEELS, because pip would install it too."""
+    """Raises SystemExit if the folder contains a wheel that is not in WHEELS. pip would install that wheel too."""
     for wheel in folder.glob("*.whl"):
         name, version = named(wheel)
         if WHEELS.get(name) != version:
@@ -146,8 +146,8 @@ def fetch(folder: Path, python: str) -> None:
 
 
 def repack(wheel: Path, cuda: str) -> None:
-    """Removes libraries, and their lines in RECORD, from a bitsandbytes wheel. Keeps one library for CPUs and one for
-    CUDA.
+    """Removes all libraries except one for CPUs and one for CUDA from a bitsandbytes wheel, and their lines from
+    RECORD.
 
     Args: cuda: name of the CUDA library to keep, such as cuda130. Raises: SystemExit: the wheel does not have it.
     """
@@ -202,8 +202,8 @@ def missing_requirements(folder: Path, python: str, image: Mapping[str, str | No
 
 
 def requirements(wheel: Path, python: str) -> list[Requirement]:
-    """Returns the requirements in a wheel's METADATA that apply on Linux without extras. Args: python: a version, such
-    as 3.12."""
+    """Returns the requirements in a wheel's METADATA that apply on Linux without extras. Args: python: version of the
+    GPU machine's Python, such as 3.12."""
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         headers = HeaderParser().parsestr(archive.read(name).decode())

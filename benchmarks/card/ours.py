@@ -1,7 +1,7 @@
 """Trains with lowmem in this process, like `python train.py`, and returns the figures of the run.
 
-The plan, checkpoints, the export and W&B are off, because a plan would take seconds and a checkpoint of 8B parameters
-minutes. The memory meter and metrics.csv are on.
+The plan, checkpoints, evaluation, the export and W&B are off. A plan would take seconds, and a checkpoint of 8B
+parameters minutes. The memory meter and metrics.csv are on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from lowmem.model import loading
 from lowmem.system.quiet_libraries import quiet
 from lowmem.training import training, watchers
 
-POOL = (1 << 24) + 43  # size of the pool from which weights are copied; a prime, so that blocks of equal shape differ
+POOL = (1 << 24) + 43  # numbers in the pool of initial weights; a prime, so that blocks of equal shape differ
 STD = 0.02
 
 
@@ -29,8 +29,8 @@ STD = 0.02
 def drawn_at_once(device: str) -> Iterator[None]:
     """Returns a context manager in which weights are initialized by copies from a pool of random numbers.
 
-    Drawing 8B numbers on the host takes minutes, and copying them takes seconds. Zeros or ones would not do, because a
-    card multiplies them faster than trained weights. The pool is drawn on the device.
+    On the host, drawing 8B random numbers takes minutes, and copying 8B numbers takes seconds. Zeros or ones would not
+    do, because a card multiplies them faster than trained weights. The pool is drawn on the device.
     """
     torch.manual_seed(0)
     pool = (STD * torch.randn(POOL, device=device)).cpu().repeat(2)
@@ -81,7 +81,7 @@ def train(name: str, here: Here, watch: Blocks, *more: str) -> dict:
         more: further overrides, which take precedence.
 
     Returns:
-        A row: tokens per step, FLOPs per token, the block, the losses, and the peak bytes of device and host.
+        A row with the tokens per step, the FLOPs per token, the block, the losses, and the figures of `peaks`.
     """
     run = composed(name, here, f"max_steps={watch.all_steps}", *more)
     with (
@@ -113,7 +113,7 @@ def peaks(meter: MemoryMeter) -> dict[str, int | None]:
 
 
 def in_blocks(watch: Blocks) -> type:
-    """Returns a subclass of `Stop` that tells a watch when a step begins and ends, and its loss."""
+    """Returns a subclass of `Stop` that calls a watch when a step begins and ends, and passes it each step's loss."""
 
     class InBlocks(watchers.Stop):
         def on_train_batch_start(self, trainer, module, *_) -> None:

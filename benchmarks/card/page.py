@@ -1,4 +1,5 @@
-"""Writes the results of the cases as a Markdown page, which is benchmarks/results/card.md after runs on a card."""
+"""Writes the results of the cases as a Markdown page next to the file of results: card.md in benchmarks/results for
+runs on a card."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,11 +1,11 @@
 """Training loops for RoundPipe 0.1.1 and TrainStream 0.4.1, as short as the examples of these projects.
 
-RoundPipe's preset for Qwen3 is written for transformers 4 and raises a TypeError with version 5. Therefore `layers_of`
-lists the layers, as for a model without a preset. RoundPipe's loss, in chunks of 4,096 tokens, is compiled;
-TrainStream's loss is not.
+RoundPipe's preset for Qwen3 is written for transformers 4 and raises a TypeError with transformers 5. Therefore
+`layers_of` lists the layers, as RoundPipe requires for a model without a preset. RoundPipe's loss, in chunks of 4,096
+tokens, is compiled; TrainStream's loss is not.
 
 Both loops get the network in bf16 on the host, the rows of each step, and a watch that times the steps. They return the
-`traits` of the method, which the page shows beside lowmem's.
+`traits` of the method. The page shows them next to the traits of lowmem.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class Start(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block. It is called without a mask, so sdpa attends causally."""
+    """A transformer block. It is called without an attention mask, so scaled dot-product attention is causal."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

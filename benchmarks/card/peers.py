@@ -1,15 +1,17 @@
 """Compares lowmem with RoundPipe 0.1.1 and TrainStream 0.4.1: full fine-tuning of 1.7B parameters under 24 GiB.
 
-All of them train equal networks (the shapes of Qwen3-1.7B, equal random weights in bf16) on equal random rows, 8 x 2048
-tokens per step. All have AdamW on the host, fp32 masters, no clipping, and recomputation of activations. Differences:
+All three train equal networks (the shapes of Qwen3-1.7B, equal random weights in bf16) on equal random rows, 8 x 2048
+tokens per step. All three have AdamW on the host, fp32 masters, no clipping, and recomputation of activations.
+Differences:
 
 - lowmem streams the weights layer by layer and stores its optimizer state in 8 bits, as in its recipe. Another row of
   lowmem has fp32 state, like RoundPipe and TrainStream.
 - RoundPipe streams the weights in stages of several layers and divides the rows into 2 micro-batches (its default). By
-  default its optimizer update runs during the next step, so this step computes with weights that are one update old.
+  default its optimizer update runs during the next step, so the next step computes with weights that lack this update.
   Its synchronous mode waits for the update, like lowmem.
 - TrainStream keeps the weights on the card if they fit. During backward it copies gradients to the host, and the host
-  updates each weight when its gradient has arrived. It gets all 8 rows at once, so that gradients are copied once.
+  updates each weight when its gradient has arrived. It gets all 8 rows in one micro-batch, so that each gradient is
+  copied only once per step.
 
 Every row runs in a separate process, because RoundPipe ends its process on an error, and torch caches pinned memory
 that has been freed. TrainStream's extension, and RoundPipe's optimizer and loss, are compiled before the timed block.
@@ -84,8 +86,8 @@ def _in_process(name: str, here: Here) -> dict:
 
 
 class Measured(Blocks):
-    """Times a block, and samples the machine's available memory after each step. The resident memory of a process may
-    not include pinned memory."""
+    """Times a block, and samples the machine's available memory after each step, because the resident memory of a
+    process may not include pinned memory."""
 
     def __init__(self, here: Here) -> None:
         super().__init__(here, STEPS[here.device], WARM_UP[here.device])

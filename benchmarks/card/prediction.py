@@ -1,9 +1,9 @@
 """Predicts the memory and the time of every run of `recipes.RUNS` on a card, without the card.
 
 The predictions are made and committed before a card measures anything, and the page shows them next to the
-measurements. Times are the planner's counts of operations and bytes at the rates of conf/gpu.yaml. The host is assumed
-to have sixteen cores, each of which runs the optimizer as fast as a core in benchmarks/results/host_optimizer.md, up to
-a memory bandwidth of 150 GB/s for all cores.
+measurements. Times are computed from the planner's counts of operations and bytes and the rates of conf/gpu.yaml. The
+host is assumed to have sixteen cores, each of which runs the optimizer as fast as a core in
+benchmarks/results/host_optimizer.md, unless all cores together would exceed a memory bandwidth of 150 GB/s.
 """
 
 import json

@@ -1,13 +1,13 @@
 """Looks for races between CUDA streams with torch's sanitizer.
 
-TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so this case sets it for its process. The
-sanitizer (`torch.cuda._sanitizer`) keeps vector clocks of streams and events: a write and another access to one address
-are a race if no event orders them, regardless of when they ran. A short training with streamed weights and offloaded
-boundaries must not have a race. The same training without one of its waits must have a race; otherwise the sanitizer
-does not see the copies, and a training without reported races proves nothing.
+TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so the variable is set for the process of this
+case. The sanitizer (`torch.cuda._sanitizer`) keeps vector clocks of streams and events. A write and another access to
+the same address are a race if no event orders them, regardless of when they ran. A short training with streamed weights
+and offloaded boundaries must not have a race. The same training must have a race if the device does not wait for
+copies; otherwise the sanitizer does not see the copies, and a training without reported races proves nothing.
 
 The sanitizer identifies a tensor by the address of its first byte. It sees only device memory, and only work that
-threads of the training loop launch. `tests/offload/test_races.py` checks host memory and the other threads of the host,
+threads of the training loop launch. `tests/offload/test_races.py` checks host memory and the other host threads,
 without a card. A rehearsal of this case uses the checker of that test.
 """
 
@@ -43,13 +43,13 @@ LIBRARY = re.compile(r' *File "[^"]*/lib/python[^\n]*\n(?:    [^\n]*\n)*')  # a 
 class Seen:
     """The accesses that the sanitizer saw during a training."""
 
-    operators: Counter = field(default_factory=Counter)  # stream -> number
-    copies: Counter = field(default_factory=Counter)  # (did the sanitizer see the copy?) -> number
+    operators: Counter = field(default_factory=Counter)  # stream -> number of operators
+    copies: Counter = field(default_factory=Counter)  # True: copies that the sanitizer saw; False: other copies
     races: list[str] = field(default_factory=list)
 
     def launch(self, checked: Callable[..., list]) -> Callable[..., list]:
-        """Wraps the sanitizer's check of an operator to count operators and record races, even if the error of a race
-        is suppressed."""
+        """Returns a wrapper of the sanitizer's check of an operator. The wrapper counts operators and records races,
+        because the error that the sanitizer raises for a race may be suppressed."""
 
         def check(stream, *arguments):
             errors = checked(stream, *arguments)
@@ -60,8 +60,8 @@ class Seen:
         return check
 
     def copy(self, copies: Callable) -> Callable:
-        """Wraps a lane's `copy` to count copies. The sanitizer sees a copy only if its dispatch mode is active in the
-        copying thread."""
+        """Returns a wrapper of a lane's `copy` that counts copies. The sanitizer sees a copy only if a dispatch mode is
+        active in the copying thread."""
 
         def counted(lane, *arguments):
             self.copies[_get_current_dispatch_mode() is not None] += 1
@@ -70,13 +70,13 @@ class Seen:
         return counted
 
     def right(self, wrong: bool) -> bool:
-        """Returns True if the sanitizer saw copies and several streams, and found a race exactly if `wrong` is True.
-        Args: wrong: True if a wait was removed."""
+        """Returns True if the sanitizer saw copies and several streams, and found a race if and only if `wrong` is
+        True. Args: wrong: True if the device did not wait for copies."""
         return self.copies[True] > 0 and len(self.operators) > 1 and bool(self.races) == wrong
 
 
 def streamed_step(here: Here) -> Iterator[dict]:
-    """Yields the row of a training, and the row of the same training without one of its waits."""
+    """Yields the row of a training, and the row of the same training in which the device does not wait for copies."""
     run = ours.checked([*LINES, f"device={here.device}"])
     for name, wrong in RUNS.items():
         seen = _watched_run(run, here, wrong)

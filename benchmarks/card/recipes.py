@@ -1,7 +1,7 @@
 """The runs of lowmem that are measured on a card, as overrides of train.py.
 
 `python -m benchmarks.card --predict h100` predicts each run without a card, and the page shows the prediction next to
-the measurement. A rehearsal without a card runs these overrides with the shapes of `SMALL`.
+the measurement. A rehearsal without a card runs these overrides with the shapes of `SMALL` and sequences of 16 tokens.
 """
 
 from benchmarks.card.case import Here
@@ -17,8 +17,8 @@ def _sized(batch_size: int, seq_len: int, batches: int = 1) -> list[str]:
     return lines + (["accumulation=fixed", f"accumulation.batches={batches}"] if batches > 1 else [])
 
 
-# Overrides of every run. Tokens and weights are random, so that nothing is downloaded. No W&B, evaluation or
-# checkpoint.
+# Overrides of every run. Tokens and weights are random, so that nothing is downloaded. W&B, evaluation and checkpoints
+# are off.
 QUIET = [
     *("data=random", "model.pretrained=false", "logger=csv", "plan=off", "scheduler=constant", "lr=1e-5"),
     *(
@@ -40,10 +40,10 @@ QWEN = ["model=qwen3-0.6b", *NO_TOKENS]
 QWEN_1_7B = [*QWEN, *_shape(hidden_size=2048, intermediate_size=6144)]
 QWEN_4B = [*QWEN, *_shape(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32)]
 
-# override that selects a model -> overrides with its small shapes for a rehearsal
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512}
 TINY_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512}
+# override that selects a model -> overrides with its small shapes for a rehearsal
 SMALL = {
     "model=gpt2": _shape(**TINY_GPT2),
     "model=gpt2-xl": _shape(**TINY_GPT2),

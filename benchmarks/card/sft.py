@@ -1,10 +1,10 @@
-"""Trains with TRL's SFTTrainer, for comparison with the loops of `benchmarks.loops`, on their rows in their order, with
-their optimizer and schedule.
+"""Trains with TRL's SFTTrainer on the same rows, in the same order, and with the same optimizer and schedule as the
+loops of `benchmarks.loops`, for comparison with these loops.
 
-SFTTrainer computes the log-probabilities of the labels from hidden states in tiles, and so never stores all logits of a
-step. The loss is divided by the tokens of the step, as in the other loops; in fp32 it differs from theirs by about
-1e-6, because the sums are rounded in another order. SFTTrainer also computes an entropy and an accuracy, which it reads
-from the device at every micro-batch.
+SFTTrainer computes the log-probabilities of the labels tile by tile from the hidden states, and so never stores the
+logits of all tokens. The loss is divided by the number of tokens of the step, as in the other loops. In fp32 it differs
+from the losses of those loops by about 1e-6, because the sums are rounded in another order. SFTTrainer also computes an
+entropy and an accuracy, which it reads from the device at every micro-batch.
 
 The labels are already shifted, so they are passed as `shift_labels`. SFTTrainer's own collator would lose a position of
 each row.
@@ -21,7 +21,8 @@ from benchmarks.loops import Batches, Materials, Watches, adding_losses, trainer
 
 
 def sft(loop: Materials, watch: Watches) -> None:
-    """Trains on all windows. Args: watch: is told when a step begins and ends, and the loss of each micro-batch."""
+    """Trains on all windows. Args: watch: its methods are called when a step begins, with the loss of each
+    micro-batch, and when a step ends."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -45,8 +46,8 @@ def sft(loop: Materials, watch: Watches) -> None:
 
 
 def collate(rows: Sequence[dict]) -> dict[str, Tensor]:
-    """Returns a micro-batch; the rows must have equal lengths. Trainer counts tokens in `labels`, SFTTrainer counts
-    tokens in `attention_mask`, and the loss reads `shift_labels`."""
+    """Returns a micro-batch of rows, which must have equal lengths. Trainer counts tokens in `labels`, SFTTrainer
+    counts tokens in `attention_mask`, and the loss reads `shift_labels`."""
     ids, labels = (torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels"))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "shift_labels": labels}
 

@@ -1,8 +1,8 @@
-"""Times lowmem's recipes for models that do not fit on the card: streamed weights, masters, adapters, memory caps. One
-more case trains GPT-2 twice and compares the losses.
+"""Times lowmem's recipes for models whose plain training does not fit on a card: streamed weights, masters on the host,
+adapters and memory caps. Another case trains GPT-2 twice and compares the losses.
 
-If two runs must give equal losses, their bits are compared. Such runs have deterministic=true, because by default
-CUDA's flash attention adds gradients in the order in which its thread blocks end.
+Runs whose losses must be bit-identical have deterministic=true, because by default CUDA's flash attention adds
+gradients in the order in which its thread blocks end.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ TRIES = 4  # number of caps that `smallest` tries
 
 
 def streamed(here: Here) -> Iterator[dict]:
-    """Yields the rows of an 8B model streamed by layer, and of 8 of its 32 layers, streamed and resident. The losses of
-    the last two runs must have equal bits.
+    """Yields the rows of an 8B model with weights streamed by layer, and of a model with 8 of its 32 layers, with
+    streamed and with resident weights. The losses of the last two runs must be bit-identical.
 
     Raises:
         LeftOut: the host has too little memory.
@@ -43,8 +43,8 @@ def streamed(here: Here) -> Iterator[dict]:
 
 
 def resident(here: Here) -> Iterator[dict]:
-    """Yields the row of an 8B model whose weights stay on the card. Raises: LeftOut: card or host has too little
-    memory."""
+    """Yields the row of an 8B model whose weights stay on the card. Raises: LeftOut: the card or the host has too
+    little memory."""
     _require_host(here, RESIDENT)
     if here.gib() < CARD:
         raise LeftOut(f"it needs {CARD} GiB and the card has {here.gib():.0f}")
@@ -74,8 +74,7 @@ def _few(here: Here) -> Blocks:
 
 
 def hidden(name: str, here: Here, *more: str) -> dict:
-    """Trains with streamed weights. The returned row also has the share of the copy time in which the device did not
-    wait."""
+    """Trains with streamed weights. The returned row also has the result of `hidden_share`."""
     import torch
 
     from benchmarks.card import lanes
@@ -95,8 +94,8 @@ def hidden_share(copied: float, waited: float) -> float | None:
 
 
 def masters(here: Here) -> Iterator[dict]:
-    """Yields two rows of a 4B model: with masters that are updated as gradients arrive, and with masters that are
-    updated after clipping."""
+    """Yields two rows of a 4B model: in the first run, each master is updated as soon as its gradient arrives; in the
+    second, all masters are updated after clipping."""
     for name in ("4B, masters that step early, 2 x 2048", "4B, masters that step after clipping, 2 x 2048"):
         yield _row(here, name, Blocks(here, 10 if here.on_card else 2, warm_up=2))
 
@@ -119,8 +118,8 @@ def _adapters(here: Here, *names: str) -> Iterator[dict]:
 
 
 def twice(here: Here) -> Iterator[dict]:
-    """Yields the rows of GPT-2 with and without deterministic kernels. Each is trained twice, and its row says whether
-    the losses have equal bits."""
+    """Yields a row of GPT-2 with deterministic kernels and a row without. Each variant is trained twice, and its row
+    says whether the losses of both trainings are bit-identical."""
     name = "GPT-2 124M, bf16"
     ways = {True: ["deterministic=true"], False: []}
     rows = {}
@@ -139,8 +138,8 @@ def twice(here: Here) -> Iterator[dict]:
 
 
 def capped(here: Here) -> Iterator[dict]:
-    """Yields rows of 8 of the 32 layers of an 8B model: under a cap of 4 GiB, under a cap of 8 GiB and, on a card, the
-    smallest cap that works with its prediction."""
+    """Yields rows of a model with 8 of the 32 layers of an 8B model: under a cap of 4 GiB and under a cap of 8 GiB. If
+    there is a card and a prediction, also yields a row with the smallest cap that works and the predicted cap."""
     for cap in ("4GiB", "8GiB"):
         row = _row(here, QUARTER, _few(here), f"memory.limit={cap}")
         yield row | {"run": f"{QUARTER}, under {cap}"}
@@ -152,11 +151,11 @@ def capped(here: Here) -> Iterator[dict]:
 
 
 def smallest(planned: int, works: Callable[[int], bool], tries: int = TRIES) -> tuple[int | None, dict[str, bool]]:
-    """Searches for the smallest cap that works, by bisection between 0.9 and 1.1 times the planned cap. The first try
-    is the planned cap.
+    """Searches for the smallest cap that works by bisection between 0.9 and 1.1 times `planned`. The first cap tried is
+    `planned` itself.
 
     Returns:
-        (the smallest tried cap that works, in bytes, or None if no tried cap works; GiB of each tried cap -> True if it
+        (the smallest tried cap that works, in bytes, or None if no tried cap works; GiB of a tried cap -> whether it
         works).
     """
     low, high, tried, least = round(0.9 * planned), round(1.1 * planned), {}, None

@@ -1,5 +1,5 @@
-"""memory.limit ends a run whose device memory exceeds the limit, and running out of memory ends a run with advice.
-Block inputs that are offloaded on a CPU are tested here too."""
+"""Tests that memory.limit ends a run whose device memory exceeds the limit, and that running out of memory ends a run
+with advice. Also tests the order in which offloaded block inputs are prefetched."""
 
 import errno
 import io
@@ -36,7 +36,7 @@ def test_memory_sizes_that_are_not_positive_numbers_in_binary_units_are_refused(
         cap.parse_bytes(text)
 
 
-def test_memory_limit_in_decimal_units_is_refused_with_the_binary_unit(command):
+def test_refusal_of_a_memory_limit_in_decimal_units_names_the_binary_unit(command):
     code, said = command("memory.limit=12GB")
     assert code == 1 and "12GiB" in said
 
@@ -44,7 +44,7 @@ def test_memory_limit_in_decimal_units_is_refused_with_the_binary_unit(command):
 def test_operator_that_exceeds_the_memory_limit_raises_an_error():
     with StorageTracker({}, limit=10_000) as tracker:
         kept = torch.zeros(1000)
-        for _ in range(10):  # freed in time
+        for _ in range(10):  # each tensor is freed before the next allocation
             torch.zeros(1000)
         assert tracker.now == kept.nbytes
         with pytest.raises(OverLimit, match=r"memory\.limit allows 10000"):
@@ -110,7 +110,7 @@ def test_memory_limit_on_cuda_sets_the_process_memory_fraction_and_resets_it(mon
 
 
 def test_cuda_memory_fraction_allows_at_least_the_limit_and_at_most_one_byte_more():
-    """The deliberately wrong variant passes size / total: for many sizes torch then allows one byte too few."""
+    """The wrong variant passes size / total. For some sizes, torch then allows fewer bytes than the limit."""
     totals = (12 * 2**30 - 2**22, 85_017_493_504, 25_296_044_032)
     caps = [(n * 2**21, total) for total in totals for n in range(1, 500)]
     assert all(size <= int(cap._share(size, total) * total) <= size + 1 for size, total in caps)
@@ -173,7 +173,8 @@ def test_errors_of_libraries_are_classified_as_out_of_memory_on_device_or_host_o
 
 @pytest.fixture
 def no_pinned_memory(monkeypatch):
-    """Makes the second pinned allocation fail. If the host has no memory left, CUDA raises the error of a full card."""
+    """Makes every pinned allocation after the first fail. If host memory cannot be pinned because it is full, CUDA
+    raises the same error as for a full card."""
     empty, made = torch.empty, []
 
     def full(*shape, pin_memory=False, **how):

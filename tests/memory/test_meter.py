@@ -1,4 +1,5 @@
-"""The memory meter in real runs: phases, categories, device and host, the drive, and columns of the CUDA allocator."""
+"""Tests the memory meter: phases and categories, memory of device and host, bytes on a drive, and the values of CUDA's
+allocator."""
 
 import csv
 import math
@@ -82,7 +83,8 @@ def test_recorded_memory_categories_sum_to_the_peak_and_equal_the_sizes_of_the_t
 @pytest.mark.rows("32")
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
 def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit, monkeypatch, precision):
-    """With masters, copies of gradients to the host may still be under way when backward ends."""
+    """With masters, `finish` waits for copies of gradients to the host that backward has started. This wait belongs to
+    the step phase."""
     meters, seen, started = [], [], MemoryMeter.on_train_start
 
     def start(self, *arguments):
@@ -110,8 +112,8 @@ def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit
 
 
 def test_memory_ledger_is_summed_in_sampled_steps_only(fit, monkeypatch):
-    """A sampled step sums the ledger twelve times: after forward and backward of each of the four micro-batches, after
-    the step, and for three rows."""
+    """A sampled step sums the ledger 12 times: 8 times after forward or backward of one of the four micro-batches, once
+    after the step, and once for each of three rows."""
     counts, sums, bytes_of, began = [], [0], Ledger.bytes, MemoryMeter.on_train_batch_start
 
     def counted(self, side="device"):
@@ -135,7 +137,7 @@ def test_recorded_rss_exceeds_100_mib_and_its_peak_is_at_least_the_live_memory(r
 
 
 def test_step_rows_of_memory_csv_have_the_bytes_stored_read_and_written_on_the_drive(fit, tmp_path):
-    """The drive stores the lower halves of the masters and both moments of each block's matrices, except tensors
+    """For each matrix of a block, the drive stores the lower half of the master and both moments, except tensors
     smaller than a page."""
     streamed = ("weights=streamed", "precision=bf16-master", "optim=adamw", "gradient_checkpointing=every_layer")
     streamed += ("model.architecture.n_embd=32", "model.architecture.n_layer=6", "max_steps=6")
@@ -199,7 +201,7 @@ def test_compiled_blocks_stay_compiled_and_memory_by_category_is_not_measured(fi
     assert "Memory by category is not measured" in caplog.text
     assert not any(r["live_peak_bytes"] for r in read(run) if r["phase"] in ("forward", "backward"))
     assert all(int(r["rss_bytes"]) for r in read(run))
-    assert summary["peak_bytes_by_category"]["activations"] == 0  # tensors with an owner are still counted
+    assert summary["peak_bytes_by_category"]["activations"] == 0  # tensors with an owner still have a category
     assert summary["peak_bytes"]["device"] is None  # and the peak is unknown
     assert summary["peak_bytes_by_category"]["weights"] == 4 * 43_264
 
@@ -220,7 +222,8 @@ def test_function_compiles_while_the_memory_tracker_is_active():
 
 
 def test_values_of_the_cuda_allocator_are_recorded_per_phase(fit, monkeypatch):
-    """The code path of a GPU, with a fake allocator: peaks since the last reset, and the highest peak of a window."""
+    """A fake allocator stands in for that of a GPU. The meter must reset its peaks for each row, and the summary must
+    have the highest of these peaks."""
     allocator = Allocator()
     allocator.install(monkeypatch)
     summary, run = fit()
@@ -246,7 +249,8 @@ def test_memory_metrics_have_finite_values_and_units_in_their_names():
 
 @pytest.mark.gpu
 def test_allocated_memory_on_a_card_is_tracked_memory_plus_less_than_256_mib(fit):
-    """The allocator also counts rounding, and workspaces of cuBLAS: up to 32 MiB for each thread that calls cuBLAS."""
+    """Allocated memory also includes the allocator's rounding of sizes, and cuBLAS workspaces of up to 32 MiB for each
+    thread that calls cuBLAS."""
     wide = ("model.architecture.n_embd=512", "model.architecture.n_layer=4", "batch_size=64")
     summary, run = fit("device=cuda", *wide)
     rows = [row for row in read(run) if row["live_peak_bytes"] and row["phase"] in ("forward", "backward", "step")]
@@ -257,7 +261,7 @@ def test_allocated_memory_on_a_card_is_tracked_memory_plus_less_than_256_mib(fit
 
 
 def test_memory_csv_is_read_twice_per_run(fit, monkeypatch):
-    """The file of a run of 100,000 steps has 50 MB; its rows as dictionaries take 270 MB."""
+    """After 100,000 steps the file has 50 MB, and its rows take 270 MB as dictionaries."""
     read_back, reader = [], csv.DictReader
     monkeypatch.setattr(csv, "DictReader", lambda file: read_back.append(Path(file.name).name) or reader(file))
     fit("max_steps=2")

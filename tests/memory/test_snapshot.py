@@ -1,4 +1,5 @@
-"""The snapshot of CUDA's allocator: recorded only on CUDA, and always written when memory runs out."""
+"""Tests that a snapshot of CUDA's allocator is recorded only on CUDA, and is written if requested or if memory runs
+out."""
 
 import pickle
 from pathlib import Path
@@ -13,7 +14,8 @@ from lowmem.memory import snapshot
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Returns a list of the calls of torch's snapshot functions: keyword arguments of a recording, or "dump"."""
+    """Replaces torch's snapshot functions, and returns a list of their calls: the keyword arguments of
+    `_record_memory_history`, or "dump"."""
     asked = []
 
     def dump(file):

@@ -1,4 +1,4 @@
-"""The memory tracker counts each live storage once, and assigns it to a category."""
+"""Tests that the memory tracker counts each live storage once and assigns the storage to a category."""
 
 import threading
 
@@ -73,7 +73,7 @@ def test_memory_tracker_assigns_gradients_and_optimizer_state_of_a_training_step
     assert last.bytes["optimizer"] == 2 * size + 4  # two moments and the step count
     peaks = highest(tracker.timeline())
     assert peaks["forward"].bytes["gradients"] == 0
-    assert peaks["backward"].bytes["gradients"] == size  # assigned only later, but counted from its allocation
+    assert peaks["backward"].bytes["gradients"] == size  # from the allocation on, although `settle` assigns them later
     assert peaks["step"].bytes["other"] >= size  # temporary tensors of the step with foreach=False
 
 
@@ -92,7 +92,8 @@ def test_memory_tracker_does_not_count_host_tensors_on_the_device():
 
 @pytest.mark.parametrize("device", ["meta", None])
 def test_unowned_host_memory_counts_on_a_cpu_but_not_on_a_separate_device(device):
-    """Staging slots, for example, have no owner and are not on the card. device=None: a CPU is host and device."""
+    """Staging slots, for example, have no owner and are not on the card. device: type of the separate device; None: the
+    device is the CPU itself."""
     with StorageTracker({}, device=device) as tracker:
         kept = [floats(4), torch.zeros(2 * KIB, dtype=torch.uint8, device="meta")]
         assert peak(tracker) == (2 if device else 6) * KIB
@@ -118,7 +119,7 @@ def test_optimizer_state_includes_tensors_in_nested_dicts():
 
 @pytest.mark.wrong
 def test_memory_tracker_without_weak_references_does_not_notice_freed_storages(monkeypatch):
-    """The deliberately wrong variant: the tracker does not keep its weak references."""
+    """In the wrong variant, the tracker does not keep its weak references, so it counts a freed storage forever."""
 
     class Forgetful(list):
         def append(self, item):
@@ -134,7 +135,8 @@ def test_memory_tracker_without_weak_references_does_not_notice_freed_storages(m
 
 
 def test_storage_older_than_the_memory_tracker_counts_until_the_storage_is_freed():
-    """Optimizer state may be replaced, and gradients dropped. A later storage at the same address counts as new."""
+    """Optimizer state may be replaced, and gradients may be dropped. A new storage at the address of a freed storage
+    counts as a new storage."""
     held, ledger = [floats(8), floats(4)], Ledger()
     ledger.own("optimizer", lambda: held[:1])
     ledger.own("gradients", lambda: held[1:], "host")
@@ -151,8 +153,8 @@ def test_storage_older_than_the_memory_tracker_counts_until_the_storage_is_freed
 
 @pytest.mark.parametrize("beside", [True, False], ids=["other thread", "same thread"])
 def test_allocation_during_host_work_counts_on_the_device_only_if_the_work_is_in_another_thread(beside):
-    """On a card the host thread updates masters while training continues. beside: whether the host work runs in another
-    thread."""
+    """On a card the host thread updates masters while training continues. With `beside`, the host work and the
+    allocation run in different threads."""
 
     def work() -> None:
         with host_side():
@@ -178,7 +180,7 @@ def test_allocation_during_host_work_counts_on_the_device_only_if_the_work_is_in
 
 
 def test_memory_tracker_counts_a_resized_storage_with_its_current_size():
-    """fully_shard resizes the storages of gathered weights. The storage `early` is empty when tracking begins."""
+    """fully_shard resizes the storages of gathered weights. The storage `early` has size 0 when tracking begins."""
     early = floats(8).untyped_storage()
     early.resize_(0)
     with StorageTracker({}) as tracker:

@@ -1,7 +1,8 @@
-"""`weights.order=by_layer` runs the micro-batches of a window through the model block by block. Training has the bits
-of `by_micro_batch`, and each block is copied once for forward and once for backward.
+"""Tests `weights.order=by_layer`, which runs all micro-batches of a window through a block before the next block
+computes. The trained weights are bit-identical to those of resident weights and of `by_micro_batch`, and a window
+copies each block at most once for forward and once for backward.
 
-`MATRIX` is pairwise: each pair of values of model, policy, loss, slots and precision occurs in some row.
+`MATRIX` has few rows. For any two of model, policy, loss, slots and precision, each pair of values occurs in some row.
 """
 
 import threading
@@ -41,14 +42,16 @@ MATRIX = pairwise(MODELS, POLICIES, LOSSES, (2, 3), MASTERS)
 
 
 def is_same(config, arguments, model, weights=BY_LAYER, **how):
-    """Asserts that streamed weights train with the bits of resident weights. Returns the streamed run."""
+    """Asserts that a run with streamed weights and a run with resident weights train bit-identical weights. Returns the
+    streamed run."""
     streamed = trained(config, weights, model, arguments, **how)
     assert trained(config, RESIDENT, model, arguments).same(streamed)
     return streamed
 
 
 def of_size(micro_batches, *more):
-    """Returns overrides for windows of this many micro-batches; an epoch has nine micro-batches."""
+    """Returns overrides for windows of `micro_batches` micro-batches. An epoch has nine micro-batches of one
+    sequence."""
     return ("batch_size=1", f"accumulation.batches={micro_batches}", *more)
 
 
@@ -69,7 +72,7 @@ def test_by_layer_training_has_the_bits_of_resident_weights(config, model, polic
 def test_by_layer_and_by_micro_batch_have_the_bits_of_resident_weights_with_1_to_8_micro_batches_per_step(
     config, micro_batches, clip, optim
 ):
-    """With eight micro-batches per window, the second window of an epoch has only one."""
+    """An epoch has nine micro-batches, so with eight micro-batches per window its second window has only one."""
     arguments = lines("gpt2", *of_size(micro_batches), "max_steps=2", clip=clip, optim=optim)
     is_same(config, arguments, "gpt2")
     is_same(config, arguments, "gpt2", ONE_BY_ONE)
@@ -88,8 +91,8 @@ def test_by_layer_has_the_bits_of_resident_weights_when_accumulation_windows_shr
     [("bf16-master", "norm"), ("16-master", "off"), pytest.param("bf16-master", "off", marks=pytest.mark.matrix)],
 )
 def test_by_layer_has_the_bits_of_resident_weights_when_accumulation_windows_grow_and_shrink(config, precision, clip):
-    """Windows of 1, 1, 3, 3, 1, 3 micro-batches. The gradient buffer of a window of one micro-batch has 16 bits, and
-    must not round the fp32 sum of the next window."""
+    """The windows have 1, 1, 3, 3, 1 and 3 micro-batches; the fifth window ends an epoch. A window of one micro-batch
+    has a 16-bit gradient buffer, which must not round the fp32 gradient sums of the next window."""
     sizes = ("batch_size=1", "accumulation.sizes={0: 1, 2: 3}")
     arguments = list(lines("llama", *sizes, "max_steps=6", precision=precision, clip=clip))
     arguments[3] = "by_step"
@@ -100,7 +103,7 @@ def test_by_layer_has_the_bits_of_resident_weights_when_accumulation_windows_gro
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("case", ["stays", pytest.param("sliced", marks=pytest.mark.matrix), "rounded"])
-def test_by_layer_has_the_bits_of_by_micro_batch_with_resident_blocks_slices_or_no_masters(config, case):
+def test_by_layer_has_the_bits_of_by_micro_batch_with_resident_blocks_sliced_modules_or_no_masters(config, case):
     more, weights = {
         "stays": ([], [*BY_LAYER, "weights.resident_blocks=2"]),
         "sliced": (["tile.tokens=5"], BY_LAYER),
@@ -134,8 +137,9 @@ def test_by_layer_run_resumed_by_layer_or_by_micro_batch_has_the_bits_of_a_resid
 
 
 def test_by_layer_evaluation_and_samples_have_the_bits_of_resident_weights(fit, monkeypatch):
-    """Nine texts are evaluated in groups of two; each block is copied once per group. The deliberately wrong variant
-    draws all samples from one random generator."""
+    """Nine texts are evaluated in groups of two. A group copies each of the four blocks at most once, and prefetches
+    one block for the next group. In the wrong variant, all prompts draw from one random generator, so the samples
+    differ."""
     typed = [*RUN, "val_sequences=9", "sample_prompts=[a,longer than that,b]", "max_steps=1", "accumulation.batches=2"]
 
     def written(*weights, folder):
@@ -165,7 +169,7 @@ def test_by_layer_evaluation_and_samples_have_the_bits_of_resident_weights(fit, 
 
 
 def copies(config, micro_batches, weights=BY_LAYER):
-    """Returns the number of block copies in a window of this many micro-batches."""
+    """Returns the number of block copies in a window of `micro_batches` micro-batches."""
     arguments = lines("llama", *of_size(micro_batches), "loss=chunked", "max_steps=1")
     return trained(config, weights, "llama", arguments).module.weights.fetched
 
@@ -175,7 +179,7 @@ def test_by_layer_copies_blocks_as_often_for_8_micro_batches_as_for_1(config):
 
 
 def down(config, monkeypatch, micro_batches, weights=BY_LAYER):
-    """Returns the bytes of block gradients that a window copies to the host."""
+    """Returns the bytes of block gradients that a window of `micro_batches` micro-batches copies to the host."""
     sent, fetch = [], Link.fetch
 
     def counting(self, gradient, receive):
@@ -195,8 +199,8 @@ def test_by_layer_copies_each_gradient_to_the_host_once_per_window_in_fp32(confi
 
 
 def test_by_layer_hides_a_link_four_times_slower_than_compute_in_a_window_of_eight(config):
-    """Only the first copy of a step is not hidden behind computation. Computing a block takes 1 unit of time, copying a
-    block 4."""
+    """Only the first copy of a step is not hidden behind computation. Computing a block takes 1 unit of time, and
+    copying a block takes 4 units."""
 
     def time_over_compute(weights):
         lane, work = ClockLane(4.0), []
@@ -283,13 +287,14 @@ def gradients_added_in_another_order(monkeypatch):
 
 
 def far_apart(module):
-    """Multiplies the gradients of micro-batch n by 2**(-10 * n), so that fp32 sums depend on the order."""
+    """Multiplies the gradients of micro-batch n by 2**(-10 * n), so that their fp32 sum depends on the order of
+    addition."""
 
     def smaller(p):
         calls = count()
         p.register_hook(lambda gradient: gradient * 2.0 ** (-10 * (next(calls) % 8)))
 
-    for p in module.model.model.layers.parameters():  # not of the embedding: if streamed, it has gradients of rows
+    for p in module.model.model.layers.parameters():  # without the embedding: a streamed embedding has row gradients
         smaller(p)
 
 
@@ -302,7 +307,8 @@ def test_by_layer_adds_gradients_in_the_order_of_the_micro_batches(config, monke
 
 
 def counting_some(module):
-    """Makes the auxiliary loss count different tokens in each micro-batch."""
+    """Makes the auxiliary loss ignore tokens with ids divisible by 3, so that it counts a different number of tokens in
+    each micro-batch."""
     forward = module.forward
     module.forward = lambda batch: forward(replace(batch, real=batch.input_ids % 3 > 0))
 
@@ -435,7 +441,7 @@ def test_by_layer_error_in_a_micro_batch_ends_all_threads_and_the_next_run_has_r
 
 
 class Made:
-    """A micro-batch that waits at barriers."""
+    """A micro-batch that waits at each of `barriers` in turn and then logs the barrier."""
 
     def __init__(self, number, log, barriers=(("forward", 0), ("forward", 1), ("backward", 1))):
         self.number, self.log, self.barriers = number, log, barriers
@@ -447,7 +453,7 @@ class Made:
 
 
 class Logged(Generators):
-    """Logs when a micro-batch's random states are set and stored."""
+    """Logs when the random states of a micro-batch would be set ("resumes") and stored ("pauses")."""
 
     def __init__(self, count, log):
         super().__init__(CPU, [None] * count)
@@ -506,8 +512,9 @@ def test_micro_batch_threads_inherit_grad_mode_device_and_dispatch_modes():
 
 @pytest.mark.parametrize("inference", [False, True], ids=["grad mode", "inference mode"])
 def test_backward_in_micro_batch_threads_is_not_multithreaded(inference):
-    """On a card one autograd thread would run backward of all micro-batches, so a hook that waits there would deadlock.
-    Inference mode changes this setting, so multithreading must be disabled after inference mode is entered."""
+    """With multithreading, one autograd thread per card would run backward of all micro-batches. A hook that waits in
+    this thread for another micro-batch would deadlock. Entering inference mode changes the setting, so multithreading
+    must be disabled after that."""
     seen = []
 
     class Asks(Made):
@@ -550,7 +557,7 @@ def test_by_layer_sends_a_gradient_missing_in_the_last_micro_batch_to_the_host_a
 
 
 def test_unknown_weights_order_is_refused_before_loading(config):
-    """Also with one micro-batch per window, where the order has no effect."""
+    """The run has one micro-batch per window, where the order would have no effect."""
     with pytest.raises(Refused, match=r"weights\.order=by_block: .* auto, by_layer, by_micro_batch"):
         check(config("weights=streamed", "precision=bf16-master", "weights.order=by_block"), {})
 

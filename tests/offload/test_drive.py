@@ -1,5 +1,5 @@
-"""Masters and optimizer state on a drive give the bits of masters and state in memory, and a failing drive ends the run
-with a one-line error."""
+"""Tests `weights.drive`. Training with a drive is bit-identical to training in memory, and a run on a failing drive
+ends with an error that names the folder and the cause."""
 
 import errno
 import os
@@ -31,7 +31,8 @@ RECIPE = ("bf16-master", "adamw8bit", "off", "fixed", "state")
 def run(
     config, folder, precision="bf16-master", optim="adamw8bit", clip="off", accumulation="none", holds="state", **how
 ):
-    """Trains two steps. Args: folder: a folder on a drive; None: everything is in memory."""
+    """Trains two optimizer steps and returns `streams.Trained`. Args: folder: value of `weights.drive`; None: no drive;
+    holds: value of `weights.drive_holds`."""
     more = ("loss=tiled", "loss.columns=64", "max_steps=2")
     arguments = list(lines("llama", *more, precision=precision, optim=optim, clip=clip))
     arguments[3] = accumulation
@@ -67,7 +68,8 @@ def test_training_with_a_drive_has_the_bits_of_training_in_memory(config, in_mem
 
 @pytest.mark.parametrize("holds", ["state", "all"])
 def test_drive_with_updates_on_a_host_thread_gives_the_bits_of_training_in_memory(config, in_memory, tmp_path, holds):
-    """As on a card, the host thread accesses the drive while the training thread looks up where weights are."""
+    """As on a card, the host thread reads and writes the drive while the training thread looks up the location of
+    weights."""
     lane = LateLane(seed=0)
     assert changes_no_bit(config, in_memory, tmp_path, "bf16-master", "adamw8bit", "off", "fixed", holds, lane=lane)
 
@@ -84,8 +86,9 @@ def test_drive_with_weights_order_by_layer_gives_the_bits_of_training_in_memory(
 
 
 class Made(Disk):
-    """A drive that is slow, transfers fewer bytes than requested, or fails. Args: fails: (call, how many of these calls
-    succeed, errno); short: most bytes that a call reports as transferred; late: seconds that each call takes."""
+    """A drive that is slow, reports short transfers, or fails. Args: fails: (name of the method that fails, number of
+    its calls that succeed first, errno); short: maximum number of bytes that a call reports as transferred; late: delay
+    of each call in seconds."""
 
     def __init__(self, fails=("", 0, 0), short=1 << 40, late=0.0):
         self.fails, self.short, self.late = fails, short, late
@@ -196,8 +199,8 @@ def test_drive_with_a_deliberate_fault_differs_from_training_in_memory(
 
 
 def swap_files(folder, count=6, elements=PAGE, ahead=1):
-    """Returns (the `SwapFiles`, a swap file for each block, the large tensor of each block). A large tensor is filled
-    with the number of its block."""
+    """Returns (the `SwapFiles`, the swap file of each block, the large tensor of each block). All elements of a large
+    tensor are the number of its block."""
     all_of_it = SwapFiles(Drive(folder))
     every = [all_of_it.new(ahead=ahead) for _ in range(count)]
     tensors = [torch.full((elements,), float(number)) for number in range(count)]
@@ -238,8 +241,8 @@ def test_next_blocks_are_prefetched_from_the_drive_and_each_block_is_read_once_p
 
 def test_drive_buffers_of_a_mixture_of_experts_hold_one_block_ahead_and_routers_stay_in_memory():
     """A block has a small router, attention, and two stacks of experts, one twice as large as the other. The buffers
-    hold the file that is being written, the pinned file and a block ahead. Four buffers of the largest stack's size
-    would take more."""
+    must hold the file that is being written, the pinned file and the files of one block ahead, which takes less memory
+    than four buffers of the size of the larger stack."""
     router, attention, up, down = (torch.nn.Parameter(torch.zeros(n)) for n in (2000, 40_000, 2_000_000, 1_000_000))
     blocks = [[torch.nn.Parameter(p.clone()) for p in (router, attention, up, down)] for _ in range(6)]
     on_drive = OnDrive(None, blocks, (), weights_too=False)
@@ -253,8 +256,8 @@ def test_drive_buffers_of_a_mixture_of_experts_hold_one_block_ahead_and_routers_
 
 
 def test_dense_first_blocks_do_not_enlarge_the_drive_buffers_of_a_mixture_of_experts():
-    """Three dense blocks have five files each. The blocks of the mixture have two files that are ten times larger, and
-    read two files ahead, not five."""
+    """Each of the three dense blocks has five files. Each mixture-of-experts block has two files, ten times as large.
+    The buffers must hold two large files ahead, not five."""
     dense, expert = ([torch.zeros(n)] * count for n, count in ((100_000, 5), (1_000_000, 2)))
     blocks = [[torch.nn.Parameter(p.clone()) for p in block] for block in [dense] * 3 + [expert] * 4]
     on_drive = OnDrive(None, blocks, (), weights_too=False)
@@ -352,7 +355,7 @@ def test_adamw4bit_with_a_drive_gives_the_bits_of_training_in_memory(config, in_
 
 @pytest.mark.parametrize("refused", [False, True], ids=["runs", "refused"])
 def test_run_with_a_drive_restores_the_open_file_limit(fit, tmp_path, monkeypatch, refused):
-    """Also a run that is refused after it has raised the limit."""
+    """In the "refused" case, the run raises an error after it has raised the limit."""
     before, seen, assembled = resource.getrlimit(resource.RLIMIT_NOFILE), [], training._assembled
     few = (1024, before[1])
 

@@ -1,4 +1,5 @@
-"""Embedding and head in host memory: the bits of resident weights, and neither weight is on the device."""
+"""Tests streamed embeddings and output layers (heads). Training is bit-identical to training with resident weights, and
+the device holds only the rows and tiles in use."""
 
 import threading
 from collections import Counter
@@ -40,7 +41,8 @@ def setting(config, clip, accumulation, *more, precision="bf16-master"):
 
 
 def weights_after(cfg, kind, lane=None):
-    """Returns the weights of a run by name, in fp32. Args: lane: creates a lane; None: the lane of a CPU."""
+    """Trains, and returns name -> trained weight in fp32. Args: lane: class of the copy lane; None: the default lane of
+    a CPU."""
     model = network(kind, **SHAPES[kind])
     instantiate(cfg.gradient_checkpointing)(model)
     order = {"order": cfg.order} if cfg.streams else {}
@@ -96,7 +98,8 @@ MICRO_BATCHES = [4, 1, 4]  # per window with `fixed` accumulation; an epoch ends
 
 
 def looked_up_before_the_update(monkeypatch):
-    """Makes every update wait until the next step has looked up its first rows."""
+    """Wrong variant: lookups do not wait for updates. Each update is delayed until the next step has looked up its
+    first rows, so these rows are always out of date."""
     start, gathered, step = Edge.start, Edge._gathered, SplitHostWeight.step
     lookups, steps, changed = [], Counter(), threading.Condition()
 
@@ -127,7 +130,8 @@ def looked_up_before_the_update(monkeypatch):
 
 
 def tied_gradients_each_on_its_own(monkeypatch):
-    """Rounds the two gradients of a tied weight separately, and adds them in fp32."""
+    """Wrong variant: the two 16-bit gradients of a tied weight are added in fp32. Autograd would round their sum to 16
+    bits."""
     right = Edge._take_rows
 
     def wrong(self, at, landed, of_head, *piece):
@@ -138,7 +142,8 @@ def tied_gradients_each_on_its_own(monkeypatch):
     monkeypatch.setattr(Edge, "_take_rows", wrong)
 
 
-WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "off"}  # late updates, or early updates
+# fault -> clip; "norm": weights are updated after backward, "off": during backward
+WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "off"}
 
 
 @pytest.mark.wrong
@@ -155,7 +160,8 @@ def test_streamed_embedding_with_a_deliberate_fault_differs_from_resident_weight
 
 
 def test_device_peak_has_only_rows_and_tiles_of_a_streamed_embedding_and_head(fit):
-    """The chunked loss keeps the head and the tied embedding on the device; with the tiled loss both are streamed."""
+    """With the chunked loss, the head and the embedding tied to it stay on the device; with the tiled loss, both are
+    streamed."""
     shape = ("model.architecture.vocab_size=4096", "model.architecture.n_embd=64", "model.architecture.n_layer=3")
     how = ("precision=bf16-master", "gradient_checkpointing=every_layer", "batch_size=1", "seq_len=8", "max_steps=2")
     held = {}
@@ -174,7 +180,8 @@ def test_device_peak_has_only_rows_and_tiles_of_a_streamed_embedding_and_head(fi
 
 @pytest.fixture
 def started():
-    """Returns a function kind -> (model, an equal model with embedding and head in host memory)."""
+    """Returns a function. For a key of SHAPES, the function returns (a model, an equal model whose embedding and head
+    are in host memory)."""
 
     def make(kind, **changes):
         whole, apart = (network(kind, **SHAPES[kind] | changes).eval() for _ in range(2))
@@ -207,7 +214,8 @@ def test_second_lookup_of_a_streamed_embedding_in_one_pass_is_refused(started):
 
 
 def test_padding_row_of_a_streamed_embedding_gets_no_gradient_during_the_next_lookup(started):
-    """The host receives gradients while the next rows, which have no padding row, stand in for the weight."""
+    """While the rows of the next lookup stand in for the weight, the module's `padding_idx` is None. The host receives
+    gradients at this time and must still leave out the padding row."""
     whole, apart = started("llama")
     (edge,) = edges.edges(apart, head_in_tiles=False)
     host_block, embedding, taken = HostBlock([whole.model.embed_tokens.weight]), edge.embedding, []
@@ -240,7 +248,7 @@ def test_row_gradients_summed_by_token_have_the_bits_of_the_dense_embedding_grad
     dense = torch.ops.aten.embedding_dense_backward(rows, ids, 11, padding, by_frequency)
     summed = edges.summed_by_token(rows.clone(), ids, padding, by_frequency)
     assert torch.equal(torch.zeros_like(dense).index_add_(0, ids, summed), dense)
-    # wrong: a sum in fp32, rounded once
+    # wrong variant: a sum in fp32 that is rounded once to bf16
     assert not torch.equal(torch.zeros(11, 16).index_add_(0, ids, rows.float()).bfloat16(), dense)
 
 

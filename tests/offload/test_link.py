@@ -1,4 +1,4 @@
-"""`StagedLink` with copies that run late, as on a card, and its possible races."""
+"""Tests `StagedLink` with copies that run late, as on a card, and with deliberately missing waits."""
 
 import threading
 
@@ -28,14 +28,14 @@ def test_staged_link_with_late_copies_has_the_bits_of_a_naive_training_loop(conf
         assert equal(ours(cfg, SlowLane()), naive(cfg))
 
 
-def test_link_moves_2_bytes_per_parameter_down_and_2_up_per_step(config):
+def test_link_moves_4_bytes_per_parameter_per_step_in_both_directions_together(config):
     lane, cfg = SlowLane(), configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     parameters = sum(p.numel() for p in ours(cfg, lane)[0])
     assert lane.moved == 3 * (2 + 2) * parameters
 
 
 def without_calls_of_the_layers(module):
-    """Makes each MLP read the weights of its layers without calling these layers, as a fused kernel does."""
+    """Makes each MLP use its layers without calling their hooks, like a fused kernel that reads the layers' weights."""
 
     def fuse(mlp):
         mlp.forward = lambda x: mlp.dropout(mlp.c_proj.forward(mlp.act(mlp.c_fc.forward(x))))
@@ -52,8 +52,8 @@ def test_kernel_that_bypasses_layer_calls_reads_weights_that_the_host_has_update
 
 
 class Gate:
-    """Holds the host thread in the first update of a window until the training loop has called the method given to
-    `until`, so that a race does not depend on timing."""
+    """Holds the host thread in the first update of each step until the training loop has called the method that is
+    passed to `until`, so that the outcome of a race does not depend on timing."""
 
     def __init__(self, monkeypatch):
         self.patch, self.there, self.open = monkeypatch, threading.Event(), threading.Event()
@@ -86,7 +86,8 @@ class Gate:
 def test_forward_that_does_not_wait_for_updated_weights_differs_from_a_naive_loop_or_raises_an_in_place_error(
     config, monkeypatch
 ):
-    """The deliberately wrong variant: the next forward pass reads weights before their copy has arrived."""
+    """In the wrong variant, the next forward pass reads weights before the copies of the updated weights have
+    arrived."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
     gate.until(MasterWeights, "on_before_backward")
@@ -102,7 +103,8 @@ def test_forward_that_does_not_wait_for_updated_weights_differs_from_a_naive_loo
 def test_weights_at_the_end_of_a_run_have_the_last_update_unless_waiting_for_the_host_is_left_out(
     config, monkeypatch, waited
 ):
-    """The export reads these weights. In the deliberately wrong variant the host has not finished its updates."""
+    """The export reads these weights. In the wrong variant ("not waited"), the run ends before the host has finished
+    its updates, so the weights must differ."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=1")
     gate, found, teardown = Gate(monkeypatch), [], InPlace.teardown
 
@@ -123,8 +125,8 @@ def test_weights_at_the_end_of_a_run_have_the_last_update_unless_waiting_for_the
 def test_host_update_during_the_training_loop_equals_a_naive_loop_unless_host_gradients_are_dropped(
     config, monkeypatch, disturbed
 ):
-    """The loop drops gradients and steps the schedule while the host still updates. In the disturbed, deliberately
-    wrong variant the loop also drops the gradients of the host."""
+    """The training loop drops gradients and steps the schedule while the host thread still updates weights. In the
+    wrong variant ("disturbed"), the loop also drops the gradients that the host thread needs."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     right, gate = naive(cfg), Gate(monkeypatch)
     if disturbed:
@@ -134,7 +136,8 @@ def test_host_update_during_the_training_loop_equals_a_naive_loop_unless_host_gr
 
 
 def test_error_of_the_training_loop_is_raised_after_the_host_thread_has_ended(config, monkeypatch):
-    """After an error Lightning iterates over the optimizer's state, to which the host thread must no longer add."""
+    """After an error, Lightning iterates over the optimizer's state. By then the host thread must have ended, because
+    it adds entries to the state."""
     cfg = configured(config, "bf16-master", "adamw", "norm", "none", "linear", "max_steps=3")
     gate, walked = Gate(monkeypatch), []
 
@@ -163,8 +166,8 @@ def test_error_of_the_host_thread_is_raised_and_ends_the_run(config, monkeypatch
 
 
 def test_gradients_wait_on_the_device_up_to_a_byte_limit_and_keep_their_order():
-    """Two slots of 64 bytes are in use and their copies are blocked. 160 more bytes may wait, and later requests keep
-    their order."""
+    """There are two slots of 64 bytes, whose copies are blocked. 160 bytes of further gradients may wait on the device;
+    then `fetch` blocks. All requests are completed in the order of the calls."""
     arrives, done = threading.Event(), []
 
     class Still(SlowLane):
@@ -197,7 +200,8 @@ def test_gradients_wait_on_the_device_up_to_a_byte_limit_and_keep_their_order():
 
 @pytest.mark.parametrize("ahead", [0, 160])
 def test_error_of_a_gradient_copy_to_the_host_is_raised_without_a_deadlock(ahead):
-    """There are many more pieces than slots. If a failed slot were not released, the next piece would wait forever."""
+    """The gradient has many more pieces than there are slots. If a slot were not released after a failed copy, the next
+    piece would wait for a slot forever."""
 
     class Broken(SlowLane):
         def copy(self, to, source, after):
@@ -226,7 +230,7 @@ def test_link_closed_after_one_fit_receives_the_gradients_of_a_second_fit(ahead)
 
 
 def test_gradient_is_flattened_before_its_copy_event_is_recorded(monkeypatch):
-    """Flattening a transposed gradient launches a copy on the device, so the event must be recorded after it."""
+    """Flattening a transposed gradient launches a copy on the device. The event must be recorded after this copy."""
     done, link = [], StagedLink(SlowLane(), slot_bytes=64, slots=2)
     mark, reshape = link.lane.mark, torch.Tensor.reshape
     monkeypatch.setattr(link.lane, "mark", lambda: done.append("mark") or mark())
@@ -252,7 +256,7 @@ def lane():
 @pytest.mark.parametrize("clip", ["norm", "off"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_staged_link_on_a_card_has_the_bits_of_a_naive_training_loop(config, deterministic, lane, precision, clip):
-    """Trains once with a few small slots, where copies wait for each other, and once with the default slots."""
+    """Trains once with two small slots, for which copies wait for each other, and once with the default slots."""
     cfg = configured(config, precision, "adamw8bit", clip, "fixed", "linear", "loss=chunked", "device=cuda")
     right = naive(cfg)
     assert equal(ours(cfg, lane), right) and equal(ours(cfg), right)

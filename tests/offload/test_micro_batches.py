@@ -1,4 +1,4 @@
-"""Random numbers of a window's micro-batches do not depend on the order in which they draw."""
+"""Tests that each micro-batch of a window draws the same random numbers in whatever order the micro-batches draw."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ CPU = torch.device("cpu")
 
 
 def drawn(count, order=None) -> list[Tensor]:
-    """Draws twice for each micro-batch in the given order, then once after the window. Args: order: the number of each
-    micro-batch twice; None: one micro-batch after the other."""
+    """Draws three numbers twice in each micro-batch, and once after the window. Returns the numbers of each micro-batch
+    (6,), then those after the window (3,). Args: order: indices of micro-batches, each twice, in the order of the
+    draws; None: one micro-batch after the other."""
     numbers = [[] for _ in range(count)]
     generators = Generators.of_window(CPU, count)
     for number in order or [number for number in range(count) for _ in range(2)]:

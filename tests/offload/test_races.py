@@ -1,5 +1,6 @@
-"""No memory is read or written too early on any path between host and device. The tests need no card and do not depend
-on timing: `traced_lane.py` orders all accesses. Each wrong variant leaves out one wait.
+"""Tests that no memory is read or written too early while data is copied between host and device. The tests need no
+card and do not depend on timing: `traced_lane.py` compares vector clocks, and `closed_lane.py` protects memory during
+copies. Each wrong variant leaves out or weakens one wait.
 """
 
 import signal
@@ -21,19 +22,20 @@ from streams import POLICIES, lines
 from traced_lane import TracedLane, watched
 
 EVERY = pairwise(("llama", "gpt2"), POLICIES, (2, 3, 4), ("norm", "off"))
-FEW = 500  # least number of accesses in a run; without accesses no race could be found
+FEW = 500  # minimum number of checked accesses in a run; without accesses no race could be found
 STREAM, STAY = ("weights=streamed",), ("weights=resident",)
 
 
 def traced(model, arguments, weights=STREAM, registers=True, may_fail=()):
-    """Returns the races of a training run. Args: may_fail: errors with which a wrong variant may end."""
+    """Trains, and returns the `Races` of the run. Args: may_fail: classes of errors that a wrong variant may raise."""
     with watched() as found, suppress(*may_fail):
         races.run(TracedLane(found, registers), model, arguments, weights)
     return found
 
 
 def closed(processes, tmp_path, *arguments, wrong=None, registers=True, weights=STREAM):
-    """Trains with memory that is inaccessible while it is copied. Returns the exit code, and the stack of a fault."""
+    """Trains in a separate process in which memory is protected while it is copied. Returns (exit code of the process,
+    stack trace of a segmentation fault or "")."""
     log = tmp_path / "stacks"
     process = processes.Process(target=closed_lane.live, args=(log, wrong, registers, *arguments, weights))
     process.start()
@@ -42,7 +44,7 @@ def closed(processes, tmp_path, *arguments, wrong=None, registers=True, weights=
 
 
 def said(found):
-    """Returns the first error with both of its stacks."""
+    """Returns the message of the first race with the stack traces of both accesses, or "" without a race."""
     return str(found.errors[0]) if found.errors else ""
 
 
@@ -59,7 +61,7 @@ RIGHT = {
 @pytest.mark.parametrize("registers", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
 def test_streamed_weights_have_no_data_race(case, registers):
-    """With registered memory, and through staging buffers."""
+    """With `registers`, host memory is registered with CUDA; without it, copies go through staging buffers."""
     found = traced(*RIGHT[case], registers=registers)
     assert found.errors == [], said(found)
     assert found.checked > FEW
@@ -90,7 +92,8 @@ RUN = (
 def test_streamed_run_that_evaluates_saves_fails_and_resumes_has_no_data_race(
     fit, tmp_path, monkeypatch, precision, loss, clip
 ):
-    """The run raises an error in backward, while copies are under way, and resumes from its checkpoint."""
+    """The first run raises an error in backward while copies are under way. The second run resumes from its
+    checkpoint."""
     lines = (*RUN, *STREAM, f"precision={precision}", f"loss={loss}", f"clip={'null' if clip == 'off' else 1.0}")
     if precision == "16-master":
         lines += ("precision.init_scale=1e7",)  # the first steps are skipped
@@ -110,7 +113,7 @@ class Interrupted(RuntimeError):
 
 
 def raises_in_backward(monkeypatch, checkpoints):
-    """Raises in the window after the first checkpoint, when gradients have reached five blocks."""
+    """Makes backward raise `Interrupted` when it reaches a block for the sixth time after the first checkpoint."""
     reached, blocks = Streamed._reached, iter(range(5))
 
     def raises(self, *arguments):
@@ -184,7 +187,7 @@ def test_missing_wait_between_host_and_device_accesses_protected_memory_and_cras
 @pytest.mark.parametrize("waits", [True, False], ids=["registered", "not registered"])
 def test_host_block_is_updated_after_its_last_copy_unless_registering_the_copy_is_left_out(waits):
     """In training, the gradient of an update depends on the copied weight, so the update follows the copy in any case.
-    Only `update_block` orders an update after a copy that is not used."""
+    Only `update_block` orders an update after a copy whose result no computation uses."""
     with watched() as found:
         lane, host_block = TracedLane(found), HostBlock([nn.Parameter(torch.ones(64))])
         staged, up = StagedLink(lane, 4096, 2), Registered(lane, [host_block.flat])

@@ -1,4 +1,5 @@
-"""Host memory of streamed weights: registered with CUDA and unregistered, or copied through staging slots."""
+"""Tests the host memory of streamed weights. It is registered with CUDA during a run; memory that cannot be registered
+is copied through staging slots."""
 
 import threading
 from collections import deque
@@ -22,7 +23,7 @@ WHY = "operation not permitted"
 
 
 class Container(SlowLane):
-    """A lane that registers at most `most` buffers, as in a container."""
+    """A lane that registers at most `most` buffers at a time, as in a container that limits pinned memory."""
 
     def __init__(self, most):
         super().__init__()
@@ -35,7 +36,7 @@ class Container(SlowLane):
 
 
 class Shut(SlowLane):
-    """A lane whose copies begin when `open` is set."""
+    """A lane whose copies do not begin before `open` is set."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +49,7 @@ class Shut(SlowLane):
 
 
 class Forgetful(deque):
-    """The deliberately wrong variant: it reports for every slot that its last copy is complete."""
+    """Wrong variant of a queue of staging slots: the last copy of every slot counts as complete."""
 
     def append(self, slot):
         super().append((slot[0], AtOnce()))
@@ -71,8 +72,8 @@ def bytes_(count):
 def test_streamed_weights_registered_or_staged_have_the_bits_of_resident_weights_and_are_unregistered(
     config, monkeypatch, caplog, loss, most, said
 ):
-    """All three blocks, one or none can be registered; staging slots are smaller than a weight. With the tiled loss,
-    tiles of the head and rows of the embedding are copied, too."""
+    """With `most` = 9, 1 and 0, all three host blocks, one block or none can be registered. Staging slots are smaller
+    than a weight. With the tiled loss, tiles of the head and rows of the embedding are copied, too."""
     lane = Container(most)
     monkeypatch.setattr(streamed, "lane_of", lambda device: lane)
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))
@@ -106,7 +107,8 @@ def test_staging_slot_is_refilled_after_its_copy_unless_copies_count_as_complete
 
 
 def test_training_loop_does_not_wait_for_host_copies_into_staging():
-    """Ten pieces, and two slots whose copies do not start: a training thread that filled the slots would hang."""
+    """The copy has ten pieces, and the copies from both slots are blocked. If the training thread itself filled the
+    slots, it would wait forever for a free slot."""
     lane, source = Shut(), bytes_(640)
     lane.register = lambda memory: WHY
     way, to = Registered(lane, [source], slot_bytes=64), torch.zeros_like(source)
@@ -119,7 +121,8 @@ def test_training_loop_does_not_wait_for_host_copies_into_staging():
 
 
 def test_copies_to_the_device_keep_their_order_if_only_some_use_staging():
-    """All copies go into one slot, each after the previous copy, as if the slot were released unread."""
+    """All copies have the same destination, and each copy must run after the previous one. Two of the four sources are
+    registered; copies of the other two use staging slots."""
     sources = [bytes_(640) for _ in range(4)]
     way, to = Registered(Container(2), sources, slot_bytes=64), torch.zeros(640, dtype=torch.uint8)
     after = way.mark()

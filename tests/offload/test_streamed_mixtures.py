@@ -1,4 +1,5 @@
-"""Mixtures of experts train with the bits of resident weights if streamed by layer or by micro-batch."""
+"""Tests that mixtures of experts train bit-identical weights with resident weights and with streamed weights, in both
+orders and with or without adapters."""
 
 import pytest
 from benchmarks.architectures import shrunk
@@ -7,7 +8,7 @@ import parity
 import streams
 from streams import lines, trained
 
-# Each family stores or computes its experts differently.
+# Family -> what distinguishes its blocks, mostly how they store or compute experts.
 FAMILIES = {
     "deepseek_v3": "a dense first block, shared experts",
     "gpt_oss": "stacks (experts, in, out) with biases",

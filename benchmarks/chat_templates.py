@@ -179,8 +179,8 @@ def conversation_rows(template: Template, conversation: dict) -> list[Row] | str
 
 
 def answer_rows(template: Template, conversation: dict) -> list[Row] | str:
-    """Returns TRL's rows, one per answer, or TRL's error message. The prompt of a row is the messages before the
-    answer."""
+    """Returns TRL's rows, one per answer, or TRL's error message. The prompt of a row consists of the messages before
+    the answer."""
     messages = conversation["messages"]
     places = _places(conversation)
     rest = {key: value for key, value in conversation.items() if key != "messages"}
@@ -458,7 +458,7 @@ def left_out(template: Template, conversation: dict) -> list[str]:
 
 
 def _renderings(template: Template, conversation: dict) -> list[str]:
-    """Returns for each answer the rendering of all messages up to and including the answer, or "" if the template
+    """Returns for each answer the rendering of all messages up to and including this answer, or "" if the template
     raises an error."""
     return [_rendered(template, conversation, i + 1) for i in _places(conversation)]
 

@@ -36,7 +36,7 @@ SAID = {
 
 
 def legend(picture: Picture, y: float, kinds: dict[str, float]) -> None:
-    """Draws a legend of colours. Args: kinds: colour -> x of its entry."""
+    """Draws a legend of colours. Args: kinds: key of SAID -> x coordinate of its entry."""
     for kind, x in kinds.items():
         picture.box(x, y - 9, 10, 10, kind)
         picture.text(x + 15, y, SAID[kind], size=11, role="soft")
@@ -237,7 +237,8 @@ def card_host_drive() -> Picture:
 
 
 def stack(picture: Picture, x: float, y: float, wide: float, parts: dict[str, float], says: str) -> None:
-    """Draws the bytes of a parameter in one place, 20 units wide per byte."""
+    """Draws the bytes of a parameter that are stored in one place (card, host memory or drive), 20 units wide per
+    byte."""
     picture.box(x, y, wide, 78, "panel", edge="edge")
     if not parts:
         picture.text(x + 12, y + 44, "nothing", size=12, role="soft")

@@ -25,7 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "hydra", "omegaconf", "psutil", "pydantic")
-PATIENCE = {"cuda": 2, "cpu": 10}  # time limit in estimated durations of a case; a rehearsal may run on a busy machine
+# time limit of a case as a multiple of its estimate; a rehearsal may run on a busy machine
+PATIENCE = {"cuda": 2, "cpu": 10}
 LEAST = 60  # smallest time limit in seconds, unless fewer seconds are left
 
 

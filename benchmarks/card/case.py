@@ -42,14 +42,14 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a case.
+    """A case of the benchmark.
 
     Args:
         name: the name on the command line and in the page.
-        seconds: estimated seconds of its process on an H100. The time limit is a multiple of the estimate.
+        seconds: estimated seconds of the case's process on an H100. The time limit is a multiple of the estimate.
         run: "module:function", which takes a `Here` and yields rows.
-        environment: additional environment variables of its process on a card, for settings that torch reads once per
-            process.
+        environment: additional environment variables of the case's process on a card, for settings that torch reads
+            once per process.
     """
 
     name: str

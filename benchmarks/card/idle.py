@@ -2,8 +2,8 @@
 waits for the card.
 
 A loop that reads a number from the card, such as the loss, waits until the queued work is done. Then the card is idle
-until new work is queued. GPT-2 124M shows such waits best, because its steps take less than 20 ms. 1.24B parameters are
-a more usual model size for a data-center card.
+until new work is queued. GPT-2 124M shows such waits best, because its steps take less than 20 ms. The other model,
+with 1.24B parameters, is of a more usual size for a data-center card.
 """
 
 import warnings
@@ -45,8 +45,8 @@ def _row(here: Here, run: str, by: str, train) -> dict:
 
 
 class Profiled(Blocks):
-    """Profiles STEPS steps, then counts waits in STEPS more steps. Their seconds are not used, because profiling slows
-    steps."""
+    """Profiles STEPS steps, then counts waits in STEPS more steps. The seconds of these steps are not used, because
+    profiling slows steps."""
 
     def __init__(self, here: Here) -> None:
         super().__init__(here, 2 * STEPS)
@@ -71,7 +71,7 @@ class Profiled(Blocks):
             self.found["waits per step"] = waits(self._messages) / STEPS
 
     def close(self) -> None:
-        """Ends active measurements. It must also be called after an error, because the next loop runs in the same
+        """Ends active measurements. Must also be called after an error, because the next loop runs in the same
         process."""
         self._under_way.close()
 
@@ -92,7 +92,7 @@ class Profiled(Blocks):
 
 
 def waits(messages: Iterable[warnings.WarningMessage]) -> int:
-    """Returns the number of torch's warnings that the host has waited for the card."""
+    """Returns how many of the messages are torch's warning that the host waits for the card."""
     return sum(WAITED in str(one.message) for one in messages)
 
 

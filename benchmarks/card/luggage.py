@@ -6,7 +6,7 @@
 
 The image of the GPU machine has the packages of `IMAGE`. Each requirement of a wheel must be met by another wheel or by
 the image. The folder is sent together with the files that git tracks, so `LIMIT` applies to the sum of their sizes. The
-exit code is 1 if a requirement is missing, the sum is too large, or an import fails.
+exit code is 1 after any failure, such as a missing requirement, a sum above `LIMIT`, or a failed import.
 """
 
 import argparse
@@ -49,7 +49,7 @@ BUILT = ("antlr4-python3-runtime",)
 # package -> module, if the names differ in more than "-" and "_"
 MODULES = {"hydra-core": "hydra", "antlr4-python3-runtime": "antlr4", "nvidia-ml-py": "pynvml"}
 NEED_CUDA = ("roundpipe", "trainstream")  # their import raises an error without a card
-# Package of the image -> its version, None if the version is not known.
+# Package of the image -> its version; None: the version is not known.
 IMAGE: dict[str, str | None] = {
     "torch": "2.11.0",
     "triton": "3.6.0",
@@ -149,7 +149,8 @@ def repack(wheel: Path, cuda: str) -> None:
     """Removes all libraries except one for CPUs and one for CUDA from a bitsandbytes wheel, and their lines from
     RECORD.
 
-    Args: cuda: name of the CUDA library to keep, such as cuda130. Raises: SystemExit: the wheel does not have it.
+    Args: cuda: name of the CUDA library to keep, such as cuda130. Raises: SystemExit: the wheel lacks one of the two
+    libraries.
     """
     kept = {f"libbitsandbytes_{of}.so" for of in ("cpu", cuda)}
     smaller = wheel.with_suffix(".smaller")

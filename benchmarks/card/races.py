@@ -102,7 +102,8 @@ def _checked(handler, seen: Seen) -> AbstractContextManager:
 
 @contextmanager
 def _by_torch() -> Iterator[tuple[Seen, type]]:
-    """Yields the accesses that torch's sanitizer sees in this process, and the class of the run's copy lanes.
+    """Yields (`Seen`, filled with the accesses that torch's sanitizer sees in this process; the class of the run's copy
+    lanes).
 
     Raises:
         SystemExit: the sanitizer is off.
@@ -118,8 +119,8 @@ def _by_torch() -> Iterator[tuple[Seen, type]]:
 
 @contextmanager
 def _by_stand_in() -> Iterator[tuple[Seen, type]]:
-    """Yields the accesses that the sanitizer's checker sees without a card, and the class of the simulated copy lanes,
-    which report them to the checker."""
+    """Yields (`Seen`, filled with the accesses that the simulated copy lanes report to the sanitizer's checker; the
+    class of these lanes). Needs no card."""
     from races import all_over
     from traced_lane import TracedLane, watched
 

@@ -106,8 +106,8 @@ def lora(here: Here) -> Iterator[dict]:
 
 
 def qlora(here: Here) -> Iterator[dict]:
-    """Yields the rows of QLoRA and LoRA on 8 of the 32 layers of an 8B model. Quantizing all layers would take the host
-    minutes."""
+    """Yields the rows of QLoRA and LoRA on 8 of the 32 layers of an 8B model. On the host, quantizing all layers would
+    take minutes."""
     part = "8 of 32 layers of 8B"
     yield from _adapters(here, f"{part}, QLoRA, streamed, 4 x 1024", f"{part}, LoRA, streamed, 4 x 1024")
 

@@ -25,7 +25,7 @@ def test_tracked_memory_is_the_sum_of_live_storages_after_each_event():
         a = floats(4)
         b = a + 1
         del a
-        c = b * 2  # b and c: 8; a is gone
+        c = b * 2  # b and c have 8 KiB; the storage of a is freed
         del b, c
     totals = [point.total // KIB for point in tracker.timeline()]
     assert totals == [0, 4, 8, 4, 8, 4, 0]

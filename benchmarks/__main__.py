@@ -1,7 +1,10 @@
-"""Runs the benchmarks that need neither a card nor a scratch drive, one after the other: python -m benchmarks
+"""Runs the benchmarks in EVERY one after the other. None of them needs a card or a scratch drive.
 
-Each benchmark that measures writes benchmarks/results/<name>.json and .md with the versions and the machine. All
-benchmarks together take more than seven hours on two cores; --only runs some of them.
+python -m benchmarks                 # more than seven hours on two cores
+python -m benchmarks --only speed    # only the named benchmarks
+
+All except `pictures` and `pages` write benchmarks/results/<name>.json and .md, which name the versions of packages and
+the machine.
 """
 
 import argparse

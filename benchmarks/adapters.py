@@ -1,12 +1,12 @@
-"""Compares full fine-tuning, LoRA, DoRA and QLoRA of one model: memory, time per step, and errors from merging.
+"""Compares the memory and the time per step of full fine-tuning, LoRA, DoRA and QLoRA, and the errors of merging.
 
 python -m benchmarks.adapters            # about ten minutes on two cores, 3 GiB of memory
 python -m benchmarks.adapters --small    # a model of 1M parameters, to test the code; saves nothing
 
 The model is a Llama of 44M random parameters, because bytes and seconds do not depend on the values. Each row runs
 train.py in a separate process. Memory is both predicted and measured. A merge error is the relative difference between
-the logits of the merged model and the logits of the model with its adapter. For merge errors, B is random, because an
-adapter that was trained for a few steps hardly changes the logits.
+the logits of the merged model and the logits of the model with its adapter. To measure merge errors, the matrix B of
+each adapter is drawn at random, because an adapter that was trained for a few steps hardly changes the logits.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SHAPE = {
 }
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "head_dim": 64}
-RANK, DRAWN = 16, 0.005  # DRAWN: standard deviation of B; it changes the logits by about 20 %
+RANK, DRAWN = 16, 0.005  # DRAWN: standard deviation of B, with which an adapter changes the logits by about 20 %
 
 
 def model(small: bool) -> list[str]:
@@ -42,7 +42,7 @@ def model(small: bool) -> list[str]:
 
 
 def run(adapter: str, recipe: str, small: bool) -> dict:
-    """Trains once. Returns the predicted and measured bytes, and the seconds per step."""
+    """Trains once. Returns the numbers of parameters, the predicted and measured bytes, and the seconds per step."""
     lines = [f"adapter={adapter}", *([f"adapter.r={RANK}"] if adapter != "none" else []), *RECIPES[recipe]]
     size = ["batch_size=4", "seq_len=256", "val_sequences=4", f"max_steps={STEPS}", "val_every=1000", "sample_tokens=0"]
     summary = run_train([*model(small), *size, *lines, "logger=none", "lr=1e-4"])
@@ -61,10 +61,11 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
 
 
 def merge_errors(adapter: str, small: bool) -> dict:
-    """Returns relative errors of the logits, compared with the model with its adapter: "without" the adapter, merged in
-    "float32", merged and computed in "bfloat16".
+    """Returns name -> relative difference of the logits from the logits of the model with its adapter.
 
-    QLoRA's adapter is merged into the 4-bit base, and for "original" into the base before quantization.
+    "without": the base model. "float32" and "bfloat16": the adapter is merged, and the logits are computed, in this
+    dtype. QLoRA's adapter is merged into the dequantized 4-bit base. "original" (QLoRA only): its adapter is merged in
+    fp32 into the base before quantization.
     """
     import torch
     from torch import nn
@@ -154,7 +155,7 @@ def main() -> None:
         done = merge_errors(adapter, options.small) if recipe == "merge" else run(adapter, recipe, options.small)
         print(json.dumps(done), flush=True)
         return
-    # makes glibc return freed blocks of 64 KiB or more at once, so that resident memory does not include them
+    # With these thresholds glibc returns freed blocks of 64 KiB or more at once, so resident memory excludes them.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     how = ["-m", "benchmarks.adapters", *(["--small"] if options.small else []), "--row"]
     rows = {f"{adapter}: {recipe}": [*how, adapter, recipe] for recipe in RECIPES for adapter in ADAPTERS}

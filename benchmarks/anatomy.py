@@ -1,7 +1,7 @@
-"""Draws docs/one-step.png and docs/techniques.png. They show which tensors use the memory during a training step, and
-how techniques change that.
+"""Draws docs/one-step.png and docs/techniques.png. The pictures show how many bytes each category of tensors uses
+during a training step, with the default settings and with techniques that save memory.
 
-python -m benchmarks.anatomy             # about three minutes on two cores.
+python -m benchmarks.anatomy             # about three minutes on two cores
 """
 
 import argparse
@@ -31,8 +31,8 @@ RECIPES = {
 
 
 def row(recipe: str) -> dict:
-    """Trains with a recipe. Returns the peak bytes of the run, and `points`: [phase, bytes of each category] at each
-    allocation and release of the last sampled step."""
+    """Trains with a recipe. Returns the peak device bytes of the run, and `points`: a list with an element [phase,
+    bytes of each category in CATEGORIES] for each allocation and release of the last sampled step."""
     summary = run_train([*SHORT, *RECIPES[recipe]])
     with (Path(os.environ["ROW_FOLDER"]) / "memory_step.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -41,8 +41,11 @@ def row(recipe: str) -> dict:
 
 
 def draw(results: dict, file: Path, names: list[str], columns: int) -> None:
-    """Draws a panel for each name, in `columns` columns. The panels share one vertical scale, so that they can be
-    compared."""
+    """Draws a panel for each name, in `columns` columns. All panels have the same vertical scale.
+
+    Args:
+        results: name -> results of the rounds. Only the first round is drawn.
+    """
     from lowmem.report.colours import OF_CATEGORY
     from lowmem.report.picture import plt
 

@@ -1,13 +1,14 @@
-"""Predicts memory and time of training all weights of Llama-3.1-8B, with recipes from plain mixed precision to a 4 GB
-card, and of training other models on cards of 8 to 80 GB.
+"""Predicts memory and time of training runs. The first table is about full fine-tuning of Llama-3.1-8B on cards of 141 to
+4 GB, and the second table is about several models on cards of 8 to 80 GB.
 
-python -m benchmarks.capacity            # about five minutes on two cores; nothing is downloaded or allocated.
+python -m benchmarks.capacity            # about five minutes on two cores; nothing is downloaded or allocated
 
 Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the first table, and
-`python -m benchmarks.pages` copies the second one into README.md.
+`python -m benchmarks.pages` copies the second table into README.md.
 
-The host's CPU updates masters. For these updates, the planner assumes the memory bandwidth of this machine. This
-benchmark instead assumes the bandwidth that an update reached in benchmarks/results/host_optimizer.json.
+With master weights, the host's CPU runs the optimizer. The planner estimates its time from the memory bandwidth of the
+machine on which it runs. This benchmark instead uses the bandwidth that an optimizer step reached in
+benchmarks/results/host_optimizer.json.
 """
 
 import argparse
@@ -26,8 +27,8 @@ STREAMED = ["experiment=llama_8b_4gb"]  # the experiment also sets the keys of L
 ON_CARD = ["precision=bf16", "optim=adamw8bit", "optim.in_backward=true", "clip=null", "batch_size=1"]
 MASTERS = ["precision=bf16-master", "optim=adamw8bit", "clip=null", "gradient_checkpointing=offload", "loss=tiled"]
 # Size of the card -> (card of conf/gpu.yaml or a bare size, overrides). Batch sizes are the largest that fit, with two
-# exceptions: in the first two recipes, a larger batch would hardly save time per token, and the preset for 4 GB is
-# unchanged.
+# exceptions: the first two recipes have batch_size=1, because a larger batch would hardly save time per token, and
+# "4 GB" is the unchanged experiment.
 RECIPES = {
     "141 GB": ("h200", [*LLAMA, "precision=bf16", "batch_size=1"]),
     "80 GB": ("h100", [*LLAMA, *ON_CARD]),
@@ -57,7 +58,7 @@ MODELS = {
     "80 GB": {"Llama-3.1-8B, all weights": RECIPES["80 GB"][1]},
 }
 CARDS = {size: on for size, (on, _) in RECIPES.items()} | {"16 GB": "rtx4060ti-16gb"}
-# A recipe that is in both tables is predicted once, so that both tables show the same figures for it.
+# Row -> (card, overrides). A recipe that is in both tables is predicted only once.
 ROWS = RECIPES | {
     f"{model} on {size}": (CARDS[size], lines)
     for size, models in MODELS.items()
@@ -65,8 +66,10 @@ ROWS = RECIPES | {
     if (CARDS[size], lines) not in RECIPES.values()
 }
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
-PER = 10_000_000  # number of parameters that this row's milliseconds update
-MOVED = 16  # bytes per parameter of an update: gradient 2, master 4 and state 2 (each read and written), new weight 2
+PER = 10_000_000  # number of parameters that are updated in the milliseconds of this row
+# Bytes per parameter that an update moves: reads gradient (2), master (4) and state (2), writes master (4), state (2)
+# and 16-bit weight (2).
+MOVED = 16
 CORES = 2  # cores of the machine on which STEP was measured
 MANY_CORES = 150e9  # upper limit of a host's memory bandwidth, bytes per second: half of eight channels of DDR5-4800
 
@@ -80,8 +83,8 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
     """Predicts the memory of a run and the time of its steps.
 
     Args:
-        on: a card of conf/gpu.yaml, or a bare size.
-        cores: number of host cores, which update masters.
+        on: a card of conf/gpu.yaml, or a bare size such as 8GiB.
+        cores: number of host cores on which the optimizer of master weights runs.
     """
     from lowmem.config.cards import card
     from lowmem.config.drives import space
@@ -121,14 +124,14 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
 
 
 def by_category(need: "Prediction") -> dict[str, int]:
-    """Returns the bytes that torch has allocated at the peak, by category; `other` is the rest."""
+    """Returns category -> bytes that torch has allocated at the peak. `other` has the bytes of no other category."""
     named = {kind: getattr(need.device, kind) for kind in ("weights", "gradients", "optimizer", "activations")}
     return named | {"other": need.allocated - sum(named.values())}
 
 
 def bandwidth(cores: int) -> float:
-    """Returns the memory bandwidth of a host with this many cores, in bytes per second: the measured bandwidth, scaled
-    in proportion to the number of cores, at most MANY_CORES."""
+    """Returns the memory bandwidth of a host in bytes per second: the measured bandwidth times `cores` / CORES, but at
+    most MANY_CORES."""
     steps = stored("host_optimizer")["rounds"][STEP]
     seconds = medians({STEP: steps}, "milliseconds")[STEP] / 1000
     return min(MANY_CORES, cores / CORES * MOVED * PER / seconds)

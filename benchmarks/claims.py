@@ -1,12 +1,12 @@
-"""Compares claims of guides about memory techniques with measurements.
+"""Compares claims that guides make about memory techniques with measurements.
 
 python -m benchmarks.claims                  # about twenty-five minutes on two cores, 5 GiB of memory
 python -m benchmarks.claims --only smollm2   # measures one of the two models and keeps the other model's figures
 
 Each row trains a model in a separate process: GPT-2 small's architecture with random weights (124M parameters), or
 SmolLM2-135M-Instruct with its trained weights (tests/support/real_model.py). train.py's default model, `tiny`, is not
-used, because a process needs far more memory than its 2.6M parameters. The bytes of GPT-2 XL are counted on fake
-tensors, which have shapes but no memory.
+used, because its 2.6M parameters need far less memory than the libraries of a process. The bytes of GPT-2 XL are
+counted on fake tensors, which have shapes but no memory.
 """
 
 import argparse
@@ -40,8 +40,8 @@ ROWS = {
 
 
 def row(model: str, name: str) -> dict:
-    """Runs train.py once. Returns the peak bytes, the speed and the final losses. Args: model: a key of MODELS; name: a
-    key of ROWS."""
+    """Runs train.py once. Returns the peak bytes, the speed, the final losses, and the numbers of parameters and
+    threads. Args: model: a key of MODELS; name: a key of ROWS."""
     short = [f"max_steps={STEPS}", "val_every=1000", "val_sequences=16", "sample_tokens=0", "save_every=1000"]
     typed = {line.split("=")[0] for line in ROWS[name]}
     weights = [f"model.name={real_model()}"] if model == "smollm2" else []
@@ -71,8 +71,8 @@ def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
 
 
 def xl_rows() -> dict[str, dict[str, int]]:
-    """Returns row -> peak bytes of GPT-2 XL by category. Rows with batch_size=1 have micro-batches of 1 x 1024 tokens,
-    other rows have one batch of 4 x 1024 tokens."""
+    """Returns row -> {category or "total": bytes at the peak} for GPT-2 XL. Rows with batch_size=1 have micro-batches
+    of 1 x 1024 tokens, the other rows have a single batch of 4 x 1024 tokens."""
 
     def counted(typed: list[str]) -> dict[str, int]:
         alone = "batch_size=1" in typed
@@ -85,7 +85,8 @@ def xl_rows() -> dict[str, dict[str, int]]:
 
 
 class Measured:
-    """The figures of one model: medians over the rounds, and speeds relative to the row "plain".
+    """The figures of a model. Peaks, losses and bytes are medians over the rounds; speeds are relative to the row
+    "plain".
 
     Args:
         results: row -> results of the rounds.
@@ -98,7 +99,7 @@ class Measured:
         self.speed = {name: ratio(results, name, "plain", "tokens_per_second") for name in results}
 
     def saved_by(self, name: str, activations: bool = True) -> str:
-        """Returns in words what a row saves and costs compared with the row "plain"."""
+        """Returns a phrase that compares a row with the row "plain": memory, speed and validation loss."""
         saved = f"{1 - self.peak[name] / self.peak['plain']:.0%} less at the peak"
         if activations:
             saved += f", {1 - self.activations[name] / self.activations['plain']:.0%} fewer activations"
@@ -110,12 +111,12 @@ class Measured:
 
 
 class Claim(NamedTuple):
-    """A row of the table: the claim, the cells for a measured model and for GPT-2 XL, and whether the claim holds."""
+    """A row of the table. The fields are its cells, except `measured`, which makes the cell of a measured model."""
 
     claim: str
     measured: Callable[[Measured], str]
-    xl: str
-    holds: str
+    xl: str  # for GPT-2 XL
+    holds: str  # whether the claim holds, and why
 
 
 def claims(sizes: dict) -> Iterator[Claim]:
@@ -214,7 +215,7 @@ def claims(sizes: dict) -> Iterator[Claim]:
 
 
 def table(results: dict, sizes: dict) -> str:
-    """Returns the table. Args: results: model -> row -> results of the rounds; sizes: the result of `xl_rows`."""
+    """Returns the table. Args: results: model -> {row: results of the rounds}; sizes: the result of `xl_rows`."""
     random, trained = (Measured(results[model]) for model in MODELS)
     columns = (
         "claim",

@@ -1,6 +1,7 @@
-"""Draws pictures for docs/ as SVG. Text remains text, and colours follow the reader's light or dark theme.
+"""Draws pictures for docs/ as SVG. Text can be selected, and colours follow the reader's light or dark theme.
 
-A picture is a list of elements. A colour is the name of a CSS class; THEMES has a light and a dark value for each.
+A picture is a list of SVG elements. A colour (`role` or `edge`) is the name of a CSS class in THEMES, which has a value
+for each theme.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +25,8 @@ THEMES = {  # CSS class -> colour on a light and on a dark page
 
 
 class Picture:
-    """A picture of `WIDTH` x `height` units. Args: title, about: name and description of the picture, for screen
-    readers."""
+    """A picture of `WIDTH` x `height` units. Args: title: its name, for screen readers; about: its description, for
+    screen readers."""
 
     def __init__(self, height: float, title: str, about: str) -> None:
         self.height, self.title, self.about = height, title, about
@@ -42,8 +43,8 @@ class Picture:
         mono: bool = False,
         anchor: str = "start",
     ) -> None:
-        """Writes one line of text. Args: y: of the baseline; anchor: the point of the text that is at x (start, middle
-        or end)."""
+        """Writes a line of text. Args: y: position of the baseline; size: font size; anchor: the point of the text that
+        is at x (start, middle or end)."""
         style = f'class="{role}{" mono" if mono else ""}" font-size="{size:g}"'
         style += ' font-weight="600"' if bold else ""
         style += f' text-anchor="{anchor}"' if anchor != "start" else ""
@@ -55,7 +56,7 @@ class Picture:
             self.text(x, y + number * step, line, **style)
 
     def box(self, x: float, y: float, width: float, height: float, role: str, edge: str | None = None) -> None:
-        """Fills a rectangle. Args: edge: colour of a border with rounded corners; None: no border, square corners."""
+        """Fills a rectangle. Args: edge: colour of the border; None: no border. With a border, corners are rounded."""
         border = f' rx="6" style="stroke:var(--{edge})"' if edge else ""
         self._elements.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:.4g}" height="{height:g}" class="{role}"{border}/>'

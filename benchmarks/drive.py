@@ -1,13 +1,13 @@
-"""Measures runs with weights.drive: memory, equality of bits with a run in memory, time, and the used share of the
-drive's bandwidth.
+"""Measures runs whose masters and optimizer state are on a drive (weights.drive).
 
-python -m benchmarks.drive --folder /mnt/scratch --part 8b       # trains Llama-3.1-8B's shapes
+python -m benchmarks.drive --folder /mnt/scratch --part 8b       # memory of a run with Llama-3.1-8B's shapes
 python -m benchmarks.drive --folder /mnt/scratch --part 8b-all   # like 8b, with weights.drive_holds=all
-python -m benchmarks.drive --folder /mnt/scratch --part 1b       # Llama-3.2-1B's shapes: bits, compared with memory
-python -m benchmarks.drive --folder /mnt/scratch --part time     # GPT-2 XL's shapes: times, compared with memory
+python -m benchmarks.drive --folder /mnt/scratch --part 1b       # Llama-3.2-1B: bits of weights, with and without drive
+python -m benchmarks.drive --folder /mnt/scratch --part time     # GPT-2 XL: seconds per step, with and without drive
 
-The parts with 8B parameters need 65 GB of the drive, including a model with random weights (16 GB) that they write. 8b
-takes 20 GiB of memory, and 8b-all takes 8 GiB. A part replaces only its own results in results/drive.json.
+The part `time` also measures which share of the drive's bandwidth a run uses. The parts with 8B parameters need 65 GB
+of space on the drive, 16 GB of them for a model with random weights, which they write. 8b takes 20 GiB of memory, and
+8b-all takes 8 GiB. A part replaces only its own results in results/drive.json.
 """
 
 import argparse
@@ -36,8 +36,8 @@ MODELS = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b"}
 
 
 def written(folder: Path, name: str) -> Path:
-    """Writes a model with random weights in bf16, one file per weight, unless `folder` has it. Returns the model's
-    folder. Args: name: a key of MODELS, which names the yaml with the shapes."""
+    """Writes a model with random bf16 weights to `folder`/`name`, with a file for each weight, unless this model is
+    already there. Returns its folder. Args: name: a key of MODELS."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +68,7 @@ def written(folder: Path, name: str) -> Path:
 
 
 def _bytes_as_tokens():
-    """Returns a tokenizer with a token for each byte, and an end token."""
+    """Returns a tokenizer that has a token for each byte and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -84,8 +84,9 @@ def _of_folder(model: Path) -> list[str]:
 
 
 def train_three_steps(model: str, *more: str) -> dict:
-    """Trains three steps. Returns the losses, the figures of memory and of the drive, and a digest of all weights.
-    Models with 2B parameters or more have the digest of empty input."""
+    """Trains three steps. Returns the losses, the peak bytes, the bytes that the drive read and wrote in each step, and
+    a SHA-256 digest of all weights in full precision. For models with 2B parameters or more, this is the digest of
+    empty input."""
     from hashlib import sha256
 
     from lowmem.training import watchers
@@ -103,7 +104,7 @@ def train_three_steps(model: str, *more: str) -> dict:
 
         def on_train_end(self, trainer, module) -> None:
             module.arrived()
-            # not for 8B: pages that are read from the drive after the steps would count as resident memory
+            # not for 8B: the pages that this loop reads from the drive would raise the peak of resident memory
             for p in module.parameters() if sum(p.numel() for p in module.parameters()) < 2e9 else ():
                 digest.update(module.full_precision(p).detach().view(torch.uint8).numpy())
 
@@ -195,17 +196,22 @@ NO_DRIVE = ("weights.drive=null",)
 
 
 def in_turn(place: str) -> dict:
-    """Runs one of the two loops that alternate steps. Args: place: the override that says where masters and state
-    are."""
+    """Runs one of the two loops that take turns after each step. Args: place: `weights.drive=` with a folder or
+    null."""
     return streamed.in_turn("weights=streamed", [place])
 
 
 def share(folder: str, blocks: int = 12, elements: int = 1 << 26) -> dict:
-    """Times a drive without computation, and returns medians.
+    """Times the swap files of a drive without computation. Returns medians.
 
     `seconds` is the time to read and write all blocks one after the other, as in a step. `alone` is the time to read
-    all files at once and then write all files at once; `read` and `written` are the bytes per second of these two
-    parts.
+    all files at once and then to write all files at once. `read` and `written` are the bytes per second while all files
+    are read at once and while all files are written at once.
+
+    Args:
+        folder: a folder on the drive.
+        blocks: number of swap files.
+        elements: number of int32 elements of a swap file.
     """
     drive = Drive(Path(folder))
     every = SwapFiles(drive)

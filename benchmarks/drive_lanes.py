@@ -1,10 +1,10 @@
-"""Draws docs/drive.png. The picture shows when a step with weights.drive computes, runs the optimizer, waits for the
-drive, reads and writes.
+"""Draws docs/drive.png. The picture shows when an optimizer step with weights.drive computes, updates weights, waits
+for the drive, reads and writes.
 
-The intervals are measured in the last step of a training on this CPU, with GPT-2 XL's shapes and 8 blocks. On a CPU,
-one thread both computes and runs the optimizer, and four threads read and write.
+The intervals are measured in the last step of a run on this CPU, with GPT-2 XL's shapes and 8 blocks. On a CPU, the
+training thread both computes and updates weights, while four other threads read and write.
 
-python -m benchmarks.drive_lanes --folder /mnt/scratch        # a minute.
+python -m benchmarks.drive_lanes --folder /mnt/scratch        # a minute
 """
 
 import argparse
@@ -31,8 +31,8 @@ Interval = tuple[float, float, int | None]  # start, end, number of the block; N
 
 
 class Record:
-    """Records intervals while `on` is True. The training thread does one thing at a time, so its interval ends when its
-    next interval begins."""
+    """Records intervals while `on` is True. `add` records an interval that has ended. The training thread calls `does`
+    instead when an interval begins, because its intervals do not overlap."""
 
     def __init__(self) -> None:
         self.intervals: dict[str, list[Interval]] = defaultdict(list)
@@ -50,7 +50,7 @@ class Record:
         has ended.
 
         Args:
-            lane: one of LANES; None: record nothing until the next call.
+            lane: one of LANES; None: nothing is recorded until the next call.
             number: number of the block; None: the embedding or the output layer.
         """
         before, since = self.doing, self.since

@@ -2,11 +2,11 @@
 
 python -m benchmarks.gpt2_xl             # about 20 minutes on two cores, 20 GiB of memory, 20 GiB of disk
 
-For the card, it counts the peak of one micro-batch of experiment=gpt2_xl_12gb by category, on fake tensors, which have
-shapes but no memory. On a CPU, it trains from random weights, with 1 x 256 tokens, masters of bf16 weights and 8-bit
-AdamW. Each training runs in a separate process. This process measures its resident memory, including construction,
-saving and export. With a CUDA device, experiment=gpt2_xl_12gb also runs, under a cap of 12 GiB and under a cap of 6
-GiB.
+For a card, the peak bytes of experiment=gpt2_xl_12gb are counted by category on fake tensors, which have shapes but no
+memory. On the CPU, GPT-2 XL is trained from random weights with precision=bf16-master and 8-bit AdamW, on 1 x 256
+tokens per step. Each run has a process of its own, whose resident memory is measured from its start to its end, and so
+also while it builds the model, saves and exports. If there is a CUDA device, experiment=gpt2_xl_12gb is also run on it,
+once under a cap of 12 GiB and once under a cap of 6 GiB.
 """
 
 import argparse
@@ -47,11 +47,11 @@ def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, l
     """Runs train.py in a separate process and watches its resident memory.
 
     Args:
-        seconds: time limit; None: no limit. A run that exceeds it is killed. Then the rows that it has written are
-            returned, and the summary is {} unless it has been written.
+        seconds: time limit, after which the run is killed; None: no limit.
 
     Returns:
-        (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes).
+        (summary, rows of memory.csv, rows of metrics.csv, highest resident bytes). If the run was killed before it
+        wrote a summary, the summary is {}.
     """
     folder, until = Path(os.environ["ROW_FOLDER"]), time.monotonic() + (seconds or float("inf"))
     with (folder / "said").open("w") as output:
@@ -74,8 +74,8 @@ def watched(arguments: list[str], seconds: float | None = None) -> tuple[dict, l
 
 
 def _rows(file: Path) -> list[dict]:
-    """Returns the rows of a csv file; [] if it does not exist. A row that lacks columns, as a killed run may write it,
-    is left out."""
+    """Returns the rows of a csv file; [] if the file does not exist. Omits incomplete rows, which a killed run may
+    leave."""
     if not file.exists():
         return []
     with file.open(newline="") as lines:
@@ -83,7 +83,8 @@ def _rows(file: Path) -> list[dict]:
 
 
 def row(name: str) -> dict:
-    """Measures a run with its checkpoint and export, and then a run that resumes it."""
+    """Measures a run, including its checkpoint and its export, and then another run that resumes from this
+    checkpoint."""
     folder = Path(os.environ["ROW_FOLDER"])
     first, again = folder / "first", folder / "again"
     summary, memory, metrics, highest = watched([*MODEL, *SHORT, *QUIET, *ROWS[name], f"hydra.run.dir={first}"])
@@ -107,8 +108,8 @@ def row(name: str) -> dict:
 
 
 def alone() -> dict:
-    """Times forward and backward of the model without an optimizer. Each gradient is freed as soon as it has been
-    computed."""
+    """Returns the median seconds of a forward and backward pass without an optimizer. Each gradient is freed as soon as
+    it has been computed."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -130,11 +131,15 @@ def alone() -> dict:
 
 
 def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, seconds: float | None = None) -> dict:
-    """Runs experiment=gpt2_xl_12gb under a memory cap, with optimizer steps of 64 x 1024 tokens, by default on a CUDA
-    device. Under the smallest cap of CAPS, block inputs are offloaded.
+    """Runs experiment=gpt2_xl_12gb (64 x 1024 tokens per optimizer step) under a memory cap. Under the last cap of
+    CAPS, which is the smallest, block inputs are offloaded.
 
-    Args: typed: further overrides; seconds: time limit, after which the run is killed. The steps until then are
-    returned.
+    Args:
+        cap: limit of device memory, such as 12GiB.
+        typed: further overrides.
+        steps: number of optimizer steps.
+        seconds: time limit, after which the run is killed; None: no limit. The result of a killed run covers its
+            completed steps.
     """
     folder = Path(os.environ["ROW_FOLDER"]) / "run"
     lines = ["experiment=gpt2_xl_12gb", "model.pretrained=false", f"memory.limit={cap}", f"max_steps={steps}"]
@@ -156,7 +161,8 @@ def capped(cap: str, typed: Sequence[str] = ("device=cuda",), steps: int = 20, s
 
 
 def _pace(logged: list[dict]) -> dict[str, float | None]:
-    """Returns the speed of the logged steps after the first. The values are None if fewer than two steps are logged."""
+    """Returns the median seconds per step and the tokens per second, both without the first logged step. Both are None
+    if fewer than two steps are logged."""
     times, tokens = ([float(row[key]) for row in logged] for key in ("seconds", "tokens"))
     if len(logged) < 2:
         return {"seconds_per_step": None, "tokens_per_second": None}

@@ -1,11 +1,11 @@
-"""Compares predicted and measured host memory of a real model on a CPU, with and without malloc's cache of freed
+"""Compares the predicted and the measured host memory of runs on a CPU, with and without malloc's cache of freed
 memory.
 
 python -m benchmarks.host_memory         # about five minutes on two cores
 
 glibc's malloc keeps freed memory for later allocations, so the resident memory exceeds the live bytes that the planner
-predicts. With low thresholds (MALLOC_MMAP_THRESHOLD_ and others), malloc returns freed memory to the system
-immediately. The rows show that malloc's cache explains most of the difference, except while the model is loaded.
+predicts. With low thresholds (RETURNS), malloc returns freed blocks of 64 KiB or more to the system immediately. The
+rows show that malloc's cache explains most of the difference, except while the model is loaded.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
 
 
 def row(*lines: str) -> dict[str, dict[str, int]]:
-    """Runs a recipe in this process. Returns phase -> {"predicted", "measured"}: peak bytes of host memory."""
+    """Runs a recipe in this process. Returns phase -> {"predicted" or "measured": peak bytes of host memory}."""
     folder = os.environ["ROW_FOLDER"]
     model = ["model=hf", f"model.name={real_model()}", f"cache_dir={folder}/cache"]
     summary = run_train([*model, *RUN, *lines])

@@ -1,9 +1,9 @@
-"""Compares optimizers that run on the host: times, errors, and the loss that a model reaches.
+"""Compares the times and the errors of optimizers that run on the host, and the losses that a model reaches with them.
 
 python -m benchmarks.host_optimizer      # about ten minutes on two cores
 
-Times are milliseconds per 10M parameters. Each row is measured in a separate process, on four matrices of GPT-2 XL's
-shape (1600 x 6400; 41M parameters together).
+Times are milliseconds per 10M parameters. Each optimizer is timed in a separate process, on four matrices with the
+shape of GPT-2 XL's MLP weights (1600 x 6400), which have 41M parameters together.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def ours_without_a_compiler(parameters: list) -> Callable[[], None]:
 
 
 def ours_fused_pass(dtype: torch.dtype) -> Callable[[list], Callable[[], None]]:
-    """Returns a function that makes the optimizer step of master weights. This step also unscales and clips 16-bit
-    gradients, and writes 16-bit weights."""
+    """Returns a factory. Called with the master weights, the factory returns a function that performs an optimizer
+    step, which also unscales and clips 16-bit gradients and writes 16-bit weights."""
 
     def make(parameters: list) -> Callable[[], None]:
         from lowmem.step.gradients import Reading
@@ -111,8 +111,9 @@ def timed(name: str) -> dict:
 
 
 def errors() -> dict[str, dict[str, float]]:
-    """Returns kind of gradients in the tests -> errors of two implementations of 8-bit AdamW after 20 steps. An error
-    is the norm of the difference from the update of fp32 AdamW, divided by the norm of that update."""
+    """Returns kind of gradients -> {implementation of 8-bit AdamW: error after 20 steps}. The kinds are KINDS of
+    test_adamw8bit.py. An error is the norm of the difference from fp32 AdamW's update, divided by the norm of fp32
+    AdamW's update."""
     import sys
     from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Finds the best `lr` of each optimizer on `tiny`, as a multiple of the model's `lr`, which is for AdamW. Comments in
-conf/optim name these factors.
+"""Finds the best `lr` of the optimizers in FACTORS on `tiny`, as a multiple of the model's `lr`, which is for AdamW.
+Comments in conf/optim name these multiples.
 
-python -m benchmarks.learning_rates      # about half an hour on two cores.
+python -m benchmarks.learning_rates      # about half an hour on two cores
 """
 
 import argparse
@@ -24,7 +24,7 @@ FACTORS = {
 
 def row(optim: str, lr: str) -> dict:
     arguments = [f"optim={optim}", f"lr={lr}", f"max_steps={STEPS}", "logger=none", "sample_tokens=0"]
-    # a step shrinks weights by the factor 1 - lr * weight_decay; this keeps the product constant
+    # A step multiplies weights by 1 - lr * weight_decay. This override keeps lr * weight_decay constant.
     decay = [] if optim == "adam8bit" else [f"optim.weight_decay={0.1 * BASE / float(lr)}"]
     summary = run_train([*arguments, *decay])
     return {"val_loss": summary["val_loss"], "bits_per_byte": summary["bits_per_byte"]}

@@ -1,11 +1,11 @@
-"""Trains a mixture of experts with 1.3B parameters on this CPU: all weights, streamed and resident, then QLoRA of the
-export.
+"""Trains all weights of a mixture of experts with 1.3B parameters on this CPU, resident and streamed, and then an
+adapter (QLoRA) of the exported model.
 
 python -m benchmarks.mixture         # about 25 minutes on two cores, 9 GiB of memory, 6 GB of disk
 
-The model has Qwen3-30B-A3B's architecture, about a twentieth of its parameters, and random weights. Runs with streamed
-masters and with resident masters must export equal bits. With bf16-sr they would not, because its random numbers depend
-on the order of updates.
+The model has Qwen3-30B-A3B's architecture, about a twentieth of its parameters, and random weights. With master
+weights, the exports of the resident run and of the streamed runs must have the same digest. bf16-sr has only a streamed
+row: its random numbers depend on the order of updates, so resident and streamed runs differ.
 """
 
 import argparse
@@ -54,8 +54,8 @@ ROWS = {
 
 
 def one_row(name: str, folder: Path) -> dict:
-    """Runs a row in this process. Args: folder: the first row moves its export to this folder, from which QLoRA loads
-    it."""
+    """Runs a row in this process. Args: folder: the row FIRST moves its export to this folder, and the row QLORA loads
+    its model from there."""
     summary = run_train([*ROWS[name], *RUN, *([f"model.name={folder}"] if name == QLORA else [])])
     run = Path(os.environ["ROW_FOLDER"])
     exported = run / "model"

@@ -1,9 +1,9 @@
-"""Measures how much time lowmem adds to a step of a plain loop, and how much of it the memory meter adds.
+"""Measures the time that lowmem adds to a step of a plain loop, and the part of this time that the memory meter takes.
 
-python -m benchmarks.overhead            # about twenty minutes on two cores.
+python -m benchmarks.overhead            # about twenty minutes on two cores
 
-The models are `13.9M` and `thin` of loops.py. A step of `thin` takes only a few milliseconds, because the noise of
-longer steps would hide the overhead. The time to the first step is measured with `tiny`.
+The models are `13.9M` and `thin` of loops.py. A step of `thin` takes only a few milliseconds, so the overhead is not
+hidden by noise, as it would be in longer steps. The time to the first step is measured with `tiny`.
 """
 
 import argparse
@@ -14,11 +14,12 @@ from benchmarks.turns import difference, measure, speed_ratio
 
 LOOPS = ("lowmem", "lowmem-unmetered", "plain")
 MODELS = {"13.9M": ("32", "bf16"), "thin": ("32",)}
-UNMETERED = 0.98  # smallest accepted speed of lowmem, divided by its speed without the meter
+UNMETERED = 0.98  # smallest accepted ratio of lowmem's speed to its speed without the meter
 
 
 def table(results: dict, first_steps: list[dict]) -> str:
-    """Returns Markdown: tokens/s of every row, the time that lowmem adds to a step, and the time to the first step."""
+    """Returns Markdown with the tokens/s of every row, the time that lowmem adds to a step, and the time to the first
+    step."""
     speed = medians(results, "tokens_per_second")
     lines = ["| model | precision | loop | tokens/s |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(name.split(' '))} | {value:,.0f} |" for name, value in speed.items()]

@@ -1,15 +1,15 @@
-"""Tests packing of documents into rows on every causal language model family of transformers. A family must be exact or
-refused.
+"""Tests whether packed documents affect each other, for every family of causal language models of transformers. The
+results of a family must be exact, or the family must be refused.
 
 python -m benchmarks.packing          # some minutes on one core
 python -m benchmarks.packing gemma2   # only this family, printed and not saved
 
-Families are made small as in `architectures.py`, in fp32 and without dropout. Some documents are longer than the
-sliding windows of attention. Logits and gradients of packed rows, and of padded rows without a mask, are compared with
-the results for each document in a separate row. Errors are relative to the largest element. `exact` and `refused` are
-the decisions of the check that a run makes before it trains; if the errors of packed rows contradict the decision, the
-verdict is `wrong`. A family whose small model lacks one of its kinds of blocks is never `exact`. A family that is not
-causal is always refused.
+Models are small, as in `architectures.py`, in fp32 and without dropout. Some documents are longer than the sliding
+windows of attention. Logits and gradients of packed rows, and of padded rows without a mask, are compared with the
+results for a separate row per document. Errors are relative to the largest element. `exact` and `refused` are decisions
+of the check that a run makes before it trains; if the errors of packed rows contradict the decision, the verdict is
+`wrong`. It is also `wrong` if the decision is `exact` but the small model lacks a kind of block that the family has.
+Families that are not causal are refused.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from lowmem.techniques.loss.cross_entropy import full
 
 LENGTHS = (11, 2, 17, 10)  # lengths of the documents of a row, in tokens
 ROWS = 2
-EXACT = 1e-5  # largest relative error of fp32 sums in another order
-# family -> why it cannot train on rows of these lengths
+EXACT = 1e-5  # largest accepted relative error, which fp32 sums in another order cause
+# family -> why it cannot train on rows of these lengths; part of the verdict
 NOT_MEASURED = {"reformer": "it trains only rows of whole chunks, and documents have other lengths"}
 COLUMNS = ("verdict", "attention", "logits", "gradients", "padded logits", "padded gradients")
 
@@ -64,8 +64,8 @@ def _labels(document: Tensor) -> Tensor:
 
 
 def computed(model: PreTrainedModel, batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
-    """Returns (logits (n, V) at all positions with a label, gradients of all parameters in one vector, summed over the
-    batches)."""
+    """Returns the logits (n, V) at the n positions with a label, and a vector with the gradients of all parameters,
+    summed over the batches."""
     model.zero_grad()
     logits = []
     for batch in batches:
@@ -87,7 +87,7 @@ def measured(architecture: dict) -> dict[str, str | float]:
     documents = [torch.randint(4, VOCABULARY - 1, (length,), generator=draw) for length in LENGTHS * ROWS]
     with packed_attention.own_mask(model):
         right = computed(model, [padded([document]) for document in documents])
-        alone = computed(model, [padded(documents)])  # as in a run, padded rows have no mask of documents
+        alone = computed(model, [padded(documents)])  # padded rows have no mask of documents, as in a run
     row = packed(documents)
     try:
         packed_attention.verify(model, row.input_ids)
@@ -108,7 +108,8 @@ def measured(architecture: dict) -> dict[str, str | float]:
 
 
 def family(model_type: str) -> dict[str, str | float]:
-    """Returns the cells of a family. If it could not be measured, there is only the verdict, which says why."""
+    """Returns column -> cell. If the family could not be measured, there is only the column "verdict", which says
+    why."""
     if model_type in IMPOSSIBLE:
         return {"verdict": f"not built: {IMPOSSIBLE[model_type]}"}
     if model_type in NOT_MEASURED:

@@ -1,9 +1,9 @@
-"""Copies tables of results from benchmarks/results/ into README.md and the pages of docs/. To be run after benchmarks.
+"""Copies tables of results from benchmarks/results/ into README.md and the pages of docs/. Run it after benchmarks.
 
 python -m benchmarks.pages               # less than a second
 
-A page names a table in a comment such as `<!-- table 2 of ../benchmarks/results/speed.md -->`. The table replaces the
-lines between the comment and the next empty line.
+A comment such as `<!-- table 2 of ../benchmarks/results/speed.md -->` in a page names a table, which replaces the lines
+between this comment and the next empty line.
 """
 
 import re
@@ -21,7 +21,8 @@ def tables(text: str) -> list[str]:
 
 
 def filled(page: str, folder: Path = DOCS) -> str:
-    """Returns the page with the current tables of results. Args: folder: the page's folder, for relative paths.
+    """Returns the page with the current tables of results. Args: page: its text; folder: its folder, to which the paths
+    of results are relative.
 
     Raises:
         FileNotFoundError: a file of results does not exist.

@@ -2,11 +2,12 @@
 
 python -m benchmarks.plan_error          # about 25 minutes on two cores, 8 GiB of memory
 
-Each row runs train.py in a separate process. Its summary.json has the prediction, which is made before the weights are
-loaded, and the measurements of the memory meter. The planner and the meter count live tensors with the same tracker.
-Therefore the table also compares with a figure of the operating system: how far the process's peak resident memory
-exceeds its resident memory just before the model was built. Two predictions are deliberately wrong, and the table must
-show their errors.
+Each row runs train.py in a separate process. The summary.json of this run has the prediction, which is made before the
+weights are loaded, and the measurements of the memory meter. The planner and the meter count live tensors with the same
+tracker. Therefore predictions are also compared with a figure of the operating system, by which the process's peak
+resident memory exceeds its resident memory just before the model was built. Two further predictions deliberately omit
+tensors (the optimizer state, and the activations inside a recomputed block), to show that such an omission gives a
+clearly negative error.
 """
 
 import argparse
@@ -70,7 +71,7 @@ MIXED = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Returns name of a run -> its overrides."""
+    """Returns name of a run -> overrides."""
     named = {"(as shipped)": [*GPT2, *USUAL]}
     for name, more in TECHNIQUES.items():
         named[name] = [*GPT2, *DRY, name, *more]
@@ -85,7 +86,8 @@ def rows() -> dict[str, list[str]]:
 
 
 def row(*arguments: str) -> dict:
-    """Runs train.py once. Returns pairs [predicted bytes, measured bytes], and parts of the prediction."""
+    """Runs train.py once. Returns pairs [predicted bytes, measured bytes] for the peak, for the growth of resident
+    memory and for each phase, and some figures of the prediction alone."""
     summary = run_train([*SHORT, *arguments, "logger=none"])
     predicted, measured = summary["predicted"], summary["peak_bytes_by_phase"]
     libraries, before = predicted["host"]["libraries"], summary["rss_before_model_bytes"]
@@ -105,10 +107,8 @@ def row(*arguments: str) -> dict:
 
 
 def dropped_block() -> float:
-    """Returns the correct prediction for a run with gradient checkpointing, divided by a wrong prediction.
-
-    The wrong prediction leaves out the activations inside the recomputed block.
-    """
+    """Returns the ratio of the right prediction to a wrong one, for a run with gradient checkpointing. The wrong
+    prediction omits the activations inside the block that is being recomputed."""
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
     from lowmem.plan.tracing.trace import trace
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--only", help="rows whose name contains this, printed and not kept")
     parser.add_argument("--table", action="store_true", help="only the table again, from earlier measurements")
     options = options_of(parser, row)
-    # makes glibc return freed blocks of 64 KiB or more at once, so that resident memory does not include them
+    # With these thresholds glibc returns freed blocks of 64 KiB or more at once, so resident memory excludes them.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     chosen = {name: more for name, more in rows().items() if options.only is None or options.only in name}
     if options.table:

@@ -1,11 +1,12 @@
-"""Tests whether the planner ranks recipes by speed in the measured order, and fits the two efficiencies of its roofline
-model.
+"""Tests whether the planner ranks recipes in the order of their measured speeds, and fits the two efficiencies of the
+planner's roofline model.
 
 python -m benchmarks.plan_time           # about ten minutes on two cores
 
-The twelve recipes were chosen before anything was measured. Each runs in a separate process, in alternating rounds. The
-result is Kendall's tau over the pairs whose measured times differ by more than 5 %. The fitted efficiencies (compare
-`COMPUTE` and `MEMORY` in lowmem/plan/cost/machine.py) minimize the squared error of log(seconds).
+The twelve recipes were chosen before anything was measured. Each recipe runs in a separate process, in alternating
+rounds. The ranking is judged by Kendall's tau over the pairs of recipes whose measured times differ by more than 5 %.
+The fitted efficiencies, which the table compares with `COMPUTE` and `MEMORY` of lowmem/plan/cost/machine.py, minimize
+the summed squared error of log(seconds).
 """
 
 import argparse
@@ -23,7 +24,7 @@ MODEL = [
     *("model=gpt2", "model.pretrained=false", "model.architecture.n_layer=6", "seq_len=256", "batch_size=4"),
     *(f"model.architecture.{name}_pdrop=0.0" for name in ("resid", "embd", "attn")),
 ]
-SHARES = [number / 20 for number in range(4, 31)]  # candidates for both efficiencies
+SHARES = [number / 20 for number in range(4, 31)]  # candidates for each efficiency: 0.20, 0.25, ..., 1.50
 RECIPES = {  # five precisions, seven optimizers
     "32": ["precision=32"],
     "32, every_layer": ["precision=32", "gradient_checkpointing=every_layer"],
@@ -65,8 +66,9 @@ def counted(rates: dict, traces: dict[str, tuple], compute: float, memory: float
 
     Args:
         rates: the fields of the measured `Machine`.
-        compute: share of the matmul rate that operators reach. memory: share of the memory bandwidth that operators
-            reach.
+        traces: the result of `traced`.
+        compute: share of the matmul rate that operators reach.
+        memory: share of the memory bandwidth that operators reach.
     """
     here = Machine(**rates)
     flops = {dtype: compute * rate for dtype, rate in here.flops.items()}
@@ -75,7 +77,8 @@ def counted(rates: dict, traces: dict[str, tuple], compute: float, memory: float
 
 
 def fitted(rates: dict, traces: dict[str, tuple], timed: dict[str, float]) -> tuple[float, float]:
-    """Returns the efficiencies (compute, memory) that fit the measured seconds best."""
+    """Returns the efficiencies (compute, memory) of SHARES that fit the measured seconds best. Args: timed: name of a
+    recipe -> measured seconds per step."""
 
     def error(shares: tuple[float, float]) -> float:
         guess = counted(rates, traces, *shares)

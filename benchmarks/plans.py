@@ -1,6 +1,6 @@
 """Lists the recipes that the planner chooses for common models and cards.
 
-python -m benchmarks.plans                 # about forty minutes on two cores; nothing is downloaded or allocated.
+python -m benchmarks.plans                 # about forty minutes on two cores; nothing is downloaded or allocated
 python -m benchmarks.plans --only QLoRA    # plans the recipes of one of the three tables; keeps the other two
 """
 
@@ -17,14 +17,14 @@ from lowmem.system.units import GIB
 
 MODELS = ("gpt2-xl", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b")
 CARDS = (4, 8, 12, 16, 24, 80)  # GiB
-TRAINED = {"all weights": "none", "LoRA": "lora", "QLoRA": "qlora"}  # -> adapter
+TRAINED = {"all weights": "none", "LoRA": "lora", "QLoRA": "qlora"}  # heading of a table -> adapter
 CELLS = {f"{cell[0]}, {cell[1]} on {cell[2]} GiB": cell for cell in product(TRAINED, MODELS, CARDS)}
 RAM = 64
 
 
 def row(adapter: str, model: str, card: str) -> dict:
-    """Runs plan.py once. Returns figures of its first recipe: the fastest recipe that fits, or if none fits, the recipe
-    with the least memory."""
+    """Runs plan.py once. Returns figures of the first recipe that it lists: the fastest recipe that fits, or the recipe
+    that needs the least memory if none fits."""
     import plan
     from lowmem.command import cli
 

@@ -1,10 +1,12 @@
-"""Compares the memory of training on preference pairs with fine-tuning on as much text, and with TRL's DPOTrainer.
+"""Compares the memory that training on preference pairs needs in lowmem, in TRL's DPOTrainer, and for fine-tuning on
+the same number of rows.
 
 python -m benchmarks.preference          # about ten minutes on two cores; with TRL after pip install -e '.[trl]'
 
-All runs train one architecture from random weights, in fp32 with AdamW, on the same pairs or on their chosen answers.
-The figure is the peak of live tensors, including the weights of the trained model and of a reference model. TRL
-computes the log-probabilities of the reference model in each step (its default), or before the first step.
+All runs train the same architecture from random weights, in fp32 with AdamW, on the same pairs or on their chosen
+answers. The figure is the peak of live tensors, including the weights of the trained model and, if the run keeps one,
+of a reference model. TRL is run twice: it computes the log-probabilities of the reference model in each step (its
+default), or before the first step.
 """
 
 import json
@@ -64,7 +66,7 @@ def theirs(before: bool, folder: Path) -> dict:
     """Trains with TRL's DPOTrainer, starting from the export of a run of lowmem.
 
     Args:
-        before: True computes the log-probabilities of the reference model before training.
+        before: True: the log-probabilities of the reference model are computed before the first step.
     """
     ours("lowmem, loss=dpo", folder)
     import torch

@@ -3,11 +3,11 @@
 python -m benchmarks.prepare                     # half an hour on two cores, 8 GB of disk
 python -m benchmarks.prepare --sizes 64 192      # MB
 
-The text consists of paragraphs of the standard library in random order, as one text file and as JSON lines. The
-tokenizer is the BPE of 4096 tokens that `data=stdlib` trains. For each row of the table, a separate process uses all
-cores to read, hash, tokenize and pack a file and to write its tokens. The last column is the median time that a step
-waits for its accumulation window of 8 x 1024 tokens. Windows are read in the random order of an epoch, while the file
-of tokens is in the system's page cache.
+The text consists of random paragraphs of the standard library, in a text file or in a file of JSON lines. The tokenizer
+is the BPE of 4096 tokens that `data=stdlib` trains. For each row of the table, a separate process uses all cores to
+read, hash, tokenize and pack a file and to write its tokens. The last column is the median time that a step waits for
+its accumulation window of 8 x 1024 tokens. Windows are read in the random order of an epoch, while the file of tokens
+is in the system's page cache.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def make(kind: str, size: int, file: Path) -> None:
 
 
 def prepare(kind: str, size: int) -> dict:
-    """Writes and tokenizes a file. Returns the figures; `growth_bytes` is the growth of resident memory after
-    imports."""
+    """Writes a file, then tokenizes and packs it. The times and `growth_bytes` are for the second part; `growth_bytes`
+    is the peak resident memory minus the resident memory at the beginning of this part."""
     from lowmem.data import packing, token_store
     from lowmem.data.sources import jsonl, text_files
     from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes

@@ -1,14 +1,14 @@
-"""Compares memory peaks that other projects published for real cards with the planner's predictions for these runs.
+"""Compares memory peaks that other projects published for runs on cards with the planner's predictions for these runs.
 
 python -m benchmarks.published           # about a minute on one core; nothing is downloaded or allocated
 
 The figures were chosen before any prediction was computed. Every run trains all weights of a causal language model on
-one card, with sequences of exactly the given length (packed, or cut from one stream). The runs are eager, because
-torch.compile itself decides which tensors it keeps. The settings were read in the projects' own sources. The planner
-traces the models as their projects define them (`published_models.py`, or transformers' class if the peak is at the
-loss), with the losses below. If a figure includes memory that a trace does not show, this memory is added to the
-prediction, and the row says why. One setting, the dtype of litgpt's logits, was read again after the initial prediction
-had missed the figure by 5.3 %.
+one card, with sequences of exactly the given length (packed, or cut from one stream). Compiled runs were left out,
+because torch.compile itself decides which tensors it keeps. The settings were read in the sources of the projects. The
+planner traces the models as the projects define them (`published_models.py`, or transformers' class if the peak is at
+the loss), with the loss functions of this file. If a figure includes memory that a trace does not show, this memory is
+added to the prediction, and the row says why. One setting, the dtype of litgpt's logits, was read again after the
+initial prediction had missed the figure by 5.3 %.
 """
 
 import json
@@ -32,10 +32,8 @@ from lowmem.techniques.precision.contract import BasePrecision
 
 
 class PureBFloat16(BasePrecision):
-    """Stores weights, gradients and optimizer state in bf16.
-
-    lowmem has no such precision: with AdamW, its own precisions keep the optimizer state in fp32.
-    """
+    """Stores weights, gradients and optimizer state in bf16. lowmem's own precisions all keep AdamW's state in
+    fp32."""
 
     dtype, weights_dtype = torch.bfloat16, None
 
@@ -64,10 +62,10 @@ def sliced(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Returns the summed cross entropy. Converts the logits to fp32, copies all positions except the last, and passes
-    the copy to the loss as (B, V, T).
+    """Returns the summed cross entropy in fp32, computed from a copy of the logits of all positions except the last,
+    with shape (B, V, T - 1).
 
-    A variable of the training loop keeps this copy during the backward pass.
+    The model keeps the fp32 logits during the backward pass, like a variable of a training loop.
     """
     logits = model(**batch.inputs, use_cache=False).logits.float()
     logits = logits[:, :-1].contiguous()
@@ -81,7 +79,7 @@ def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Published:
-    """A published figure. `untraced`: bytes that the figure includes and that traces do not show."""
+    """A published figure, and the overrides of the run for which it was published."""
 
     name: str
     figure: float
@@ -92,7 +90,7 @@ class Published:
     commit: str  # commit of the source in which the settings were read
     overrides: tuple[str, ...]
     differs: str  # settings of this run that lowmem's own runs do not have
-    untraced: int = 0
+    untraced: int = 0  # bytes that the figure includes but a trace does not show
 
     @property
     def bytes(self) -> float:
@@ -171,7 +169,7 @@ TUNE_3B_LAYERS = (
 )
 OWN_LAYERS = "LayerNorm and GELU in elementary operations"
 CHECKPOINTED = "gradient_checkpointing=every_layer"
-TINY_STORIES = 1_150_000_000  # bytes: 2.2 GB of text, nearly 4 bytes of text per token, 2 bytes per token id; +- 5 %
+TINY_STORIES = 1_150_000_000  # bytes of token ids, within 5 %: 2.2 GB of text / 3.8 bytes per token * 2 bytes per id
 
 
 def book(step: str, figure: float, differs: str, *more: str, **keys: object) -> Published:
@@ -298,8 +296,8 @@ ALL = (
 
 
 def predicted(figure: Published) -> int:
-    """Returns the predicted peak in bytes: of reserved memory if `figure.measure` is "reserved", otherwise of live
-    tensors."""
+    """Returns the predicted peak in bytes, `figure.untraced` included. This is the peak of reserved memory if
+    `figure.measure` is "reserved", and otherwise the peak of live tensors."""
     prediction = predict(resolved(run_of(figure.overrides), on_card=True), Target(on_card=True))
     if prediction.estimate:
         raise SystemExit(f"{figure.name}: {prediction.estimate}")

@@ -1,10 +1,11 @@
-"""Defines the models of other projects whose published memory peaks are compared in `published.py`. They only serve to
-trace memory: for example, the cosines and sines of RoPE are zeros.
+"""Defines models of other projects, so that `published.py` can trace their memory. The models compute no useful values:
+for example, the cosines and sines of RoPE are zeros.
 
 Each block follows its project's source operator by operator, because the operators determine which tensors autograd
-keeps. Relevant are the dtypes of norms and RoPE, the place where grouped keys and values are repeated, whether queries,
-keys and values are slices of one product (which stays in memory as long as any slice does), and whether attention
-computes (T, T) scores. The models are registered with transformers, so that the planner can trace them.
+keeps. The memory depends on the dtypes of norms and RoPE, on whether grouped keys and values are repeated before or
+after RoPE, on whether queries, keys and values are slices of one product (which stays in memory as long as any slice
+does), and on whether attention computes (T, T) scores. The models are registered with transformers, so that the planner
+can build them.
 """
 
 import math
@@ -93,7 +94,8 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """Repeats (B, groups, T, D) to (B, heads, T, D). Copies if there are fewer groups than heads."""
+        """Repeats keys or values (B, groups, T, D) to (B, heads, T, D). Returns `x` itself, without a copy, if each
+        head has its own keys and values."""
         times = self.config.num_attention_heads // self.config.num_key_value_heads
         return x if times == 1 else x.repeat_interleave(times, dim=1)
 
@@ -158,7 +160,8 @@ class Decoder(PreTrainedModel):
 
 
 class BookConfig(PretrainedConfig):
-    """Configures the GPT of LLMs-from-scratch at each step of the book's chapter on training speed."""
+    """Configures the GPT of the repository LLMs-from-scratch at each step of its text on training speed
+    (ch05/10_llm-training-speed)."""
 
     model_type = "published-book"
 
@@ -198,8 +201,8 @@ class OwnGELU(nn.Module):
 
 
 class OwnAttention(nn.Module):
-    """Computes attention with scores (B, heads, T, T), which are masked in place and scaled, then softmax and
-    dropout."""
+    """Computes attention from scores (B, heads, T, T), to which it applies a mask (in place), a scale, softmax and
+    dropout, in this order."""
 
     def __init__(self, config: BookConfig) -> None:
         super().__init__()

@@ -4,11 +4,11 @@ python -m benchmarks.quality                    # about two hours on two cores
 python -m benchmarks.quality --minutes 30       # continues an earlier call for half an hour
 python -m benchmarks.quality --only precision   # one part
 
-SmolLM2-135M-Instruct (tests/support/real_model.py) is trained on Python source that is newer than the model: the
-modules of transformers with a copyright of 2026. Validation has two sets: whole folders of such modules that are held
-out (new), and the reference of the Python language (old), English text that the model has probably seen before. Rows
-with the same seed train on the same batches. A difference matters only if it is larger than the spread between seeds.
-Rows with stored results are not measured again.
+SmolLM2-135M-Instruct (tests/support/real_model.py) is trained on the modules of transformers with a copyright of 2026,
+which are newer than the model. The validation set `new` has whole folders of such modules that are held out. The
+validation set `old` has the help texts of the Python language, which the model has probably seen before. Rows with the
+same seed train on the same batches. A difference matters only if it is larger than the spread between seeds. Rows with
+stored results are not measured again.
 """
 
 import argparse
@@ -100,8 +100,8 @@ def train(*lines: str) -> dict:
 
 
 def table(results: Mapping[str, dict]) -> str:
-    """Returns Markdown: each row compared with the row of fp32 and AdamW with its seed (0 if it names none; the
-    untrained model if this row is missing), and a table of the spread between seeds."""
+    """Returns Markdown. The first table compares each row with the fp32 row of the same seed (0 if the row names no
+    seed), or with the untrained model if this fp32 row has no result. The second table is from `seeds`."""
     lines = [
         "| `python train.py` ... | bits per byte: new | against fp32 | old | against fp32 | s per step |",
         "|---|---|---|---|---|---|",
@@ -121,8 +121,8 @@ def table(results: Mapping[str, dict]) -> str:
 
 
 def seeds(results: Mapping[str, dict]) -> list[str]:
-    """Returns the lines of a table of PRECISIONS, in which differences are taken between rows of equal seed; [] until
-    fp32 has been trained with all seeds."""
+    """Returns the lines of a table that compares PRECISIONS with fp32, seed by seed. Returns [] if a seed has no result
+    of fp32."""
     lines = [
         "| precision | new against fp32: mean of seeds | least | largest | fp32 itself: spread of seeds |",
         "|---|---|---|---|---|",

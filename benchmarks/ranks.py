@@ -1,12 +1,13 @@
-"""Compares predicted and measured memory of two ranks on a CPU, for each of STRATEGIES.
+"""Compares the predicted and the measured memory of two ranks on a CPU, for each of STRATEGIES.
 
-It also predicts the memory and the exchanged bytes of a model with 70B parameters on 8, 64 and 512 cards.
+It also predicts the memory and the received bytes of training a model with 70B parameters on 8, 64 and 512 cards.
 
 python -m benchmarks.ranks          # about 15 minutes on two cores
 
 Each row of the measured table is a run of train.py with two ranks over gloo. When rank 0 starts, it makes the
 prediction in its own process, with a simulated process group. Each rank measures its live tensors. A prediction is for
-the rank that needs the most memory, and is compared with that rank. The other table is only predicted, without cards.
+the rank that needs the most memory, so it is compared with the higher of the two measured peaks. The rows of the other
+table are predicted, not measured.
 """
 
 import argparse
@@ -53,8 +54,8 @@ def shape(size: str) -> list[str]:
 
 
 def row(strategy: str, size: str, way: str) -> dict:
-    """Trains on two ranks. Returns bytes by phase, as predicted by rank 0 and as measured on each rank. If training
-    fails, returns "refused" -> the last line of its error."""
+    """Trains on two ranks. Returns the bytes by phase that rank 0 predicted and that each rank measured. If training
+    fails, returns only "refused" -> the last line of the error."""
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         lines = [*LLAMA, *shape(size), *SHORT, *WAYS[way], "seq_len=128", f"strategy={strategy}", "devices=2"]
@@ -73,8 +74,8 @@ def row(strategy: str, size: str, way: str) -> dict:
 
 
 def on_paper(lines: tuple[str, ...], devices: int) -> dict:
-    """Runs plan.py. Returns the bytes that a card and a host with eight cards need, the bytes that a card receives per
-    step, and the seconds of planning."""
+    """Runs plan.py. Returns the bytes that a card needs and that a host with eight cards needs, the bytes that a card
+    receives per optimizer step (from its own node and from other nodes), and the seconds of planning."""
     with TemporaryDirectory() as folder:
         typed = [*PAPER, *lines, f"devices={devices}", f"hydra.run.dir={folder}"]
         done = subprocess.run([sys.executable, "plan.py", *typed], capture_output=True, text=True, cwd=ROOT)
@@ -97,8 +98,8 @@ def highest(file: Path) -> dict[str, int]:
 
 
 def error(result: dict) -> float:
-    """Returns predicted / measured - 1 of the peaks: the highest predicted phase, and the highest measured phase of any
-    rank."""
+    """Returns predicted peak / measured peak - 1. The predicted peak is the maximum over the phases, and the measured
+    peak is the maximum over phases and ranks."""
     return max(result["predicted"].values()) / max(max(ranks.values()) for ranks in result["measured"]) - 1
 
 

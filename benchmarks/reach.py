@@ -1,6 +1,6 @@
 """Finds the longest packed rows that fit on a card, with and without a (tokens, tokens) mask, by tracing shapes.
 
-python -m benchmarks.reach               # about ten minutes on two cores; nothing is downloaded or allocated.
+python -m benchmarks.reach               # about ten minutes on two cores; nothing is downloaded or allocated
 """
 
 import argparse
@@ -22,8 +22,8 @@ RECIPES = {
 
 
 def row(recipe: str, rows_of: str) -> dict[str, int]:
-    """Returns tokens of a row -> bytes of card memory that a run needs. Args: recipe: a key of RECIPES; rows_of: one of
-    ROWS_OF."""
+    """Returns number of tokens in a row -> bytes of card memory that a run needs. Args: recipe: a key of RECIPES;
+    rows_of: one of ROWS_OF."""
     from lowmem.config.cards import card
     from lowmem.config.settle import run_of
     from lowmem.model import packed_attention

@@ -1,7 +1,7 @@
-"""Runs the rows of a benchmark in separate processes, and writes its results as JSON and as a table.
+"""Runs the rows of a benchmark in separate processes, and writes the results as JSON and as a table.
 
-A row is a command whose last line of output is a JSON object. Rounds alternate in direction (a b c, c b a, ...), so
-that no row has an advantage if the machine slows down. `medians` and `ratio` summarize the rounds.
+A row is a command whose last line of output is a JSON object. Every second round runs the rows in reverse order (a b c,
+c b a, ...), so that no row has an advantage if the machine slows down. `medians` and `ratio` summarize the rounds.
 """
 
 import json
@@ -48,8 +48,8 @@ def row(arguments: Sequence[str]) -> dict:
 
 
 def options_of(parser: ArgumentParser, measured: Callable[..., dict]) -> Namespace:
-    """Returns the typed options. With `--row`, as in processes that `measure` starts, prints the row's result and exits
-    instead.
+    """Adds `--row` to the parser and returns the typed options. If `--row` was typed, as by `measure`, prints the row's
+    result and ends the process instead.
 
     Args:
         measured: measures a row and returns its result. Its arguments are the words after `--row`.
@@ -87,14 +87,13 @@ def run_train(arguments: Sequence[str]) -> dict:
 
 
 def medians(results: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
-    """Returns row -> median of a figure over the rounds. A figure that could not be measured (None) is replaced by
-    nan."""
+    """Returns row -> median of a figure over the rounds. A figure that was not measured (None) counts as nan."""
     return {name: median(nan if run[key] is None else run[key] for run in rounds) for name, rounds in results.items()}
 
 
 def ratio(results: Mapping[str, Sequence[Mapping]], name: str, against: str, key: str) -> float:
-    """Returns the median over the rounds of the figure of `name` divided by the figure of `against` in the same
-    round."""
+    """Returns the median, over the rounds, of the ratio between the figures of the rows `name` and `against` in the
+    same round."""
     return median(a[key] / b[key] for a, b in zip(results[name], results[against], strict=True))
 
 
@@ -120,7 +119,7 @@ def write(name: str, result: Mapping, table: str) -> None:
     """Writes results/<name>.json and .md, and prints the table.
 
     Args:
-        result: contents of the JSON file. Without the key "machine", this machine is added.
+        result: contents of the JSON file. If they lack the key "machine", a description of this machine is added.
     """
     RESULTS.mkdir(exist_ok=True)
     result = {"machine": machine(), **result}

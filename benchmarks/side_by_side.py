@@ -1,11 +1,11 @@
-"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, with techniques that all four
-support.
+"""Compares lowmem with a plain PyTorch loop, plain Lightning and transformers.Trainer, in recipes that all four can
+run.
 
 python -m benchmarks.side_by_side        # about twenty minutes per round on two cores
 
-It measures the speed, the peak of live tensors, the growth of resident memory after imports, and the largest relative
-difference between the losses of a loop and the losses of the plain loop. Weights, data, optimizer and seed are equal in
-all loops (see loops.py), and the four loops of a recipe alternate step by step (see turns.py).
+The tables have the speed, the peak of live tensors, the growth of resident memory after imports, and the largest
+relative difference between the losses of a loop and the losses of the plain loop. All loops have the same weights,
+data, optimizer and seed (see loops.py), and the four loops of a recipe take turns after each step (see turns.py).
 """
 
 import argparse
@@ -16,10 +16,10 @@ from benchmarks.runner import medians, ratio, write
 from benchmarks.turns import measure, speed_ratio
 
 LOOPS = ("lowmem", "plain", "lightning", "trainer")
-# Limits: OF_FRAMEWORKS and OF_PLAIN are the smallest allowed speed of lowmem, divided by the other loop's speed; PEAK
-# is the largest allowed peak, divided by the other loop's peak.
+# OF_FRAMEWORKS and OF_PLAIN (recipe -> ratio; 0.97 for other recipes): smallest accepted ratio of lowmem's speed to the
+# speed of the other loop. PEAK: largest accepted ratio of lowmem's peak to the peak of the other loop.
 OF_FRAMEWORKS, PEAK = 0.98, 1.01
-OF_PLAIN = {"bf16": 0.95}  # 0.97 for other recipes
+OF_PLAIN = {"bf16": 0.95}
 
 
 def table(results: dict) -> str:
@@ -53,7 +53,8 @@ def table(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """Returns a table with one row per recipe: lowmem's losses, speed and peak memory compared with the other loops."""
+    """Returns a table with one row per recipe. It compares lowmem's speed with all other loops, and lowmem's losses and
+    peak memory with the plain loop."""
     lines = [
         "| recipe | losses against a plain loop | speed against a plain loop | against Lightning "
         "| against transformers.Trainer | peak memory against a plain loop |",
@@ -70,7 +71,7 @@ def summary(results: dict) -> str:
 
 
 def apart(losses: list[float], of_plain: list[float]) -> str:
-    """Returns "the same bits" if all losses equal the losses of the plain loop, otherwise the largest relative
+    """Returns "the same bits" if all losses equal the losses of the plain loop, and otherwise the largest relative
     difference."""
     farthest = max(abs(loss / plain - 1) for loss, plain in zip(losses, of_plain, strict=True))
     return f"apart by {farthest:.1e}" if farthest else "the same bits"

@@ -1,7 +1,8 @@
-"""Measures how gradient checkpointing, compiled blocks and the chunked loss change the time of a step: ratios of runs
-in alternating rounds.
+"""Measures how gradient checkpointing, compiled blocks and the chunked loss change the time of a step.
 
-python -m benchmarks.speed               # about a quarter of an hour on two cores.
+python -m benchmarks.speed               # about a quarter of an hour on two cores
+
+The results are ratios of two runs in the same round. The output layer and the loss are also measured without blocks.
 """
 
 import argparse
@@ -29,7 +30,7 @@ ROWS = {
     "50k full": ("tiny", ["loss=full", "model.architecture.vocab_size=50257"]),
     "50k chunked": ("tiny", ["loss=chunked", "loss.rows=128", "model.architecture.vocab_size=50257"]),
 }
-# (row, row that it is compared with, figure, limit of the ratio of the two rows)
+# (row, row that it is compared with, figure, limit for the ratio of the figures; "-": no limit)
 LIMITS = (
     ("checkpointing every_layer", "checkpointing none", "seconds_per_step", "<= 1.40"),
     ("checkpointing sqrt", "checkpointing none", "seconds_per_step", "<= 1.40"),
@@ -57,9 +58,11 @@ def row(name: str) -> dict:
 
 def loss_alone() -> dict[str, float]:
     """Measures the output layer and the loss without blocks, for 1024 tokens, a width of 192 and a vocabulary of 50257.
-    Returns the figures of the chunked loss divided by the figures of the full loss.
 
-    The bytes do not include the inputs, the weights, and the buffers in which gradients are accumulated.
+    Returns:
+        Ratios of the chunked loss to the full loss: "time" (median), "bytes" (peak, without inputs, weights and the
+        buffers in which gradients are accumulated), and "bytes_beside_the_gradient" (also without the gradient of the
+        output layer that is returned to autograd).
     """
     import time
     from statistics import median

@@ -1,12 +1,12 @@
-"""Tests every strategy with every feature: several processes must give the result of one process that trains on the
-rows of all processes.
+"""Tests every strategy with every feature. The result of several processes must equal the result of a single process
+that trains on the rows of all processes.
 
 python -m benchmarks.strategies                    # about 20 minutes on two idle cores
 python -m benchmarks.strategies --only ddp fsdp    # keeps the results of the other strategies
 
-It also records each rank's share of the memory of one process, and the collectives. The cases are in
-tests/support/matrix.py. They run over gloo on a CPU, with two processes, or with four for a mesh of two dimensions.
-NCCL and the time of a step are not tested, because they need cards.
+The results also have each rank's bytes, as shares of the bytes of a single process, and the number of collectives. The
+cases are in tests/support/matrix.py. They run over gloo on a CPU, with two processes, or with four for a mesh of two
+dimensions. NCCL and the time of a step are not tested, because this would need cards.
 """
 
 import argparse
@@ -20,13 +20,12 @@ from pathlib import Path
 from benchmarks.runner import ROOT, machine, stored, write
 
 TESTS = ROOT / "tests" / "support"
-WORST = 300  # time limit of a case in seconds, enough for a case that compiles on a busy machine
+WORST = 300  # time limit of a case in seconds; even a case that compiles on a busy machine takes less
 SIGNS = {"exact": "exact", "refused": "refused", "not run": "not run", "differs": "**differs**"}
 
 
 def run(strategy: str, folder: Path, before: dict, only: list[str] | None) -> dict:
-    """Tests the features of a strategy. Returns the results and, for the case "clip", each rank's memory and rank 0's
-    collectives.
+    """Tests the features of a strategy. Returns their results, and the result of `shares_of_bytes` for the case "clip".
 
     Args:
         before: earlier results of this strategy.
@@ -70,8 +69,9 @@ def measure_cell(ranks, case, bands: dict[str, float], name: str) -> dict:
 
 
 def shares_of_bytes(ranks, case) -> dict:
-    """Returns each rank's bytes before the last step, divided by the bytes of a single process, and rank 0's
-    collectives by name in the last window of two micro-batches."""
+    """Returns two results of a case. "shares": for each rank, category -> bytes before the last step, divided by the
+    bytes of a single process. "collectives": name -> number of rank 0's collectives in the last window that has two
+    micro-batches."""
     import pair
 
     reports, alone = ranks(replace(case, counted=True)), pair.alone(case)["bytes"]

@@ -1,4 +1,4 @@
-"""Measures streamed weights (weights=streamed): the memory they need, the bytes they copy, and the time they cost.
+"""Measures the memory, the copied bytes and the time of runs with streamed weights (weights=streamed).
 
 python -m benchmarks.streamed --part 8b        # trains Llama-3.1-8B from random weights: 20 minutes, 21 GiB of memory
 python -m benchmarks.streamed --part reach     # predicts device and host bytes from shapes: no memory, some minutes
@@ -7,7 +7,7 @@ python -m benchmarks.streamed --part window    # like cpu, with windows of 8 mic
 python -m benchmarks.streamed --part link      # compares copied bytes with the formula: seconds
 python -m benchmarks.streamed --part picture   # draws docs/streamed-step.png: a minute
 
-Without --part all parts run, one after the other. A part replaces only its own results in results/streamed.json.
+Without --part, all parts run one after the other. A part replaces only its own results in results/streamed.json.
 """
 
 import argparse
@@ -36,8 +36,8 @@ STREAMED = "weights=streamed"
 
 @contextmanager
 def running(lines: Sequence[str]) -> Iterator["Training"]:  # noqa: F821
-    """Trains as train.py does, but writes neither checkpoints nor an export, which take 16 GB each for 8B parameters.
-    Yields the finished training."""
+    """Context manager that trains like train.py and yields the finished training. It writes no checkpoint and no
+    export, each of which would take 16 GB for 8B parameters."""
     from lowmem.config.check import check
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
@@ -66,8 +66,8 @@ ENDED = 0.5 * GIB  # available host memory below which the run is killed, before
 
 
 class Progress:
-    """Prints messages of a long run to stderr, each with the seconds since the start and the process's resident
-    memory."""
+    """Prints messages of a long run to stderr. Each message is preceded by the seconds since this object was created
+    and by the resident memory of the process."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -78,8 +78,8 @@ class Progress:
 
 
 def recording(tell: Progress) -> type:
-    """Returns a subclass of `watchers.Stop` that prints a run's progress, and records losses and times of steps for
-    `figures_of`."""
+    """Returns a subclass of `watchers.Stop` that prints the progress of a run, and that records the losses and times
+    of its steps for `figures_of`."""
     from lowmem.training import watchers
 
     class Recording(watchers.Stop):
@@ -105,7 +105,8 @@ def recording(tell: Progress) -> type:
 
 
 def figures_of(run: "Training") -> dict:  # noqa: F821
-    """Returns the losses, seconds per step and memory of a run whose `Stop` class is made by `recording`."""
+    """Returns the losses, the seconds of each step and the peak bytes of a run. Before the run, `watchers.Stop` must
+    have been replaced by a class that `recording` returned."""
     stop, meter = run.watchers.stop, run.watchers.meter
     return {
         "parameters": sum(p.numel() for p in run.module.parameters()),
@@ -133,8 +134,8 @@ def eight(more: Sequence[str] = ()) -> dict:
 
 
 def watched(arguments: Sequence[str]) -> dict:
-    """Runs a row in a separate process. Adds its peak resident memory, and the least available memory of the machine,
-    to the result.
+    """Runs a row in a separate process. Returns its result, with two further values in bytes: the peak resident memory
+    of the process (`rss_peak`), and the least memory that the machine had available meanwhile (`least_available`).
 
     Raises:
         SystemExit: the row failed, or was killed because less than ENDED bytes of memory were available.
@@ -192,7 +193,8 @@ def _size(batch_size: int, seq_len: int) -> list[str]:
     return [f"batch_size={batch_size}", f"seq_len={seq_len}"]
 
 
-# name -> (overrides, device limit in GiB, bytes per parameter of the host limit, GiB that are added to the host limit)
+# name -> (overrides, device limit in GiB, bytes of host memory per parameter, GiB of host memory). The host limit is
+# the sum of the last two terms.
 REACH = {
     "GPT-2 XL, 4 x 1024, bf16-master, adamw8bit": ([*XL, *MASTERS, *_size(4, 1024)], 1.1, 6.03, 2),
     "Llama-3.1-8B, 1 x 2048, the same": ([*LLAMA, *MASTERS, *_size(1, 2048)], 2.8, 6.03, 4),
@@ -265,7 +267,8 @@ PHASES = ("forward", "backward", "step")
 
 
 def in_turn(weights: str, more: Sequence[str] = ()) -> dict:
-    """Trains a run that alternates steps with the other runs of its part, and returns its figures."""
+    """Trains ON_CPU, taking turns with the other runs of the same part after each step. Returns the times and losses,
+    and the peak bytes of device tensors, of host tensors and of resident memory (without imports)."""
     from lowmem.training import watchers
 
     mine = turns.Turns()
@@ -364,16 +367,17 @@ WINDOWS = (1, 4)  # micro-batches per accumulation window
 
 
 def counted(micro_batches: int) -> dict:
-    """Returns the bytes that the last of three accumulation windows copies in each direction, and the sizes in the
-    formula."""
+    """Returns the bytes that are copied in the last of three accumulation windows, and the sizes from which
+    `table_of_link` computes the expected bytes."""
     from lowmem.offload import master_weights
     from lowmem.offload.copy_lanes import AtOnceLane
     from lowmem.offload.link import StagedLink
     from lowmem.training import watchers
 
     class Counting(AtOnceLane):
-        """Counts the bytes of copies. `staged` has the addresses of the host memory of gradients, and of weights
-        outside of blocks."""
+        """Counts copied bytes: gradients to the host ("down"), and to the device the weights of blocks ("blocks") and
+        other weights ("others"). `staged` has the addresses of staging memory, through which gradients and the weights
+        outside of blocks are copied."""
 
         def __init__(self) -> None:
             self.staged, self.bytes = set(), {"blocks": 0, "down": 0, "others": 0}
@@ -442,8 +446,8 @@ DEEP += ["loss.columns=512", "batch_size=2", "max_steps=3", *QUIET]
 
 
 def step_of(weights: str) -> dict:
-    """Trains a small model. Returns its number of parameters and `points`: [phase, bytes of each category] at the
-    allocations and releases of the last sampled step."""
+    """Trains a small model. Returns the number of its parameters, and `points`: a list with an element [phase, bytes of
+    each category in CATEGORIES] for each allocation and release of the last sampled step."""
     from lowmem.system.units import CATEGORIES
 
     with running([*DEEP, weights, "+trainer.limit_val_batches=0"]) as run:

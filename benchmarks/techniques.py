@@ -1,7 +1,5 @@
-"""Measures what each technique saves and costs on train.py's default model, and lists the pairs of techniques that are
-refused.
-
-docs/techniques.md shows its tables.
+"""Measures the memory and the speed of each technique on train.py's default model, and lists the pairs of techniques
+that are refused. The tables are shown in docs/techniques.md.
 
 python -m benchmarks.techniques          # about half an hour on two cores
 python -m benchmarks.techniques --table  # a minute: only lists the refused pairs again, and measures nothing
@@ -21,8 +19,9 @@ from lowmem.config.settle import run_of
 
 BASE = "(as shipped)"
 PAIRS = "data=preference", "data.path=examples/preference.jsonl"
-# Choice -> further overrides that it needs. Every optimizer step has eight sequences. A chunk of a loss is smaller than
-# a batch, and a tile is smaller than the vocabulary.
+# Choice -> further overrides that it needs, or with which its results can be compared with the other rows: every
+# optimizer step has eight sequences, a chunk of the loss is smaller than a batch, and a tile is smaller than the
+# vocabulary.
 WITH = {
     "accumulation=fixed": ["batch_size=2"],
     "accumulation=effective_batch": ["batch_size=2", "accumulation.size=8"],
@@ -61,7 +60,8 @@ def row(*arguments: str) -> dict:
 
 
 def of_shipped(results: dict, name: str) -> float:
-    """Returns the median over the rounds of the speed divided by the speed of the default run in the same round."""
+    """Returns the median, over the rounds, of the ratio between the speed of a row and the speed of the default run
+    that was measured in the same round."""
     return median(
         figures["tokens_per_second"] / figures.get("shipped_tokens_per_second", shipped["tokens_per_second"])
         for figures, shipped in zip(results[name], results[BASE], strict=True)
@@ -69,11 +69,12 @@ def of_shipped(results: dict, name: str) -> float:
 
 
 def refused_pairs() -> dict[str, list[str]]:
-    """Returns row -> rows with which it is refused. The list of a row that is refused alone is empty."""
+    """Returns row -> rows with which it is refused. Rows that are refused alone are not combined with other rows, so
+    their lists are empty."""
 
     def says(*names: str) -> list[str]:
         needed = [line for name in names for line in WITH.get(name, [])]
-        return list(refused(run_of([*needed, *names])))  # `names` come last and so take precedence
+        return list(refused(run_of([*needed, *names])))  # the last override of a key wins
 
     pairs: dict[str, list[str]] = {name: [] for name in ROWS}
     alone = [name for name in CHOICES if not says(name)]

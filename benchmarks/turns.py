@@ -1,8 +1,8 @@
 """Alternates training loops step by step, so that a slow phase of the machine slows all loops equally.
 
-Each loop runs in a separate process and waits for its turn before every step. While one loop steps, the other loops
-wait, so a step is as fast as if its process ran alone. Corresponding steps of two loops are only a few seconds apart. A
-loop that is started by hand does not wait for turns.
+Each loop runs in a separate process and waits for its turn before every step. While a loop runs its step, the other
+loops wait, so the step is as fast as if no other loop existed. Corresponding steps of two loops are only a few seconds
+apart. A loop that is started by hand does not wait for turns.
 """
 
 import os
@@ -25,8 +25,10 @@ class Turns:
     """Waits for turns in the process of a loop."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []  # for every step except the last: from its start to the start of the next step
-        self.pages: list[int] = []  # minor page faults of each of these steps
+        # Of every step except the last: seconds and minor page faults from the beginning of the turn to the next call
+        # of `next`. The wait for the next turn is not included.
+        self.seconds: list[float] = []
+        self.pages: list[int] = []
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
         self._start: tuple[float, int] | None = None
 
@@ -121,17 +123,17 @@ def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[s
 
 
 def speed_ratio(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """Returns the speed of our loop divided by the speed of the other loop: the median over the pairs of corresponding
-    steps of all rounds.
+    """Returns the ratio of our loop's speed to the other loop's speed, as the median over all pairs of corresponding
+    steps. Args: ours, theirs: results of the rounds; warm_up: number of first steps that are not compared.
 
-    Rare work, such as the meter's sampled steps, hardly changes the median; `tokens_per_second` includes it.
+    Rare work, such as the meter's sampled steps, hardly changes this median, but it lowers `tokens_per_second`.
     """
     return median(their / our for our, their in _steps(ours, theirs, warm_up))
 
 
 def difference(ours: Sequence[Mapping], theirs: Sequence[Mapping], warm_up: int) -> float:
-    """Returns the median difference in seconds between a step of our loop and the corresponding step of the other
-    loop."""
+    """Returns the seconds by which a step of our loop takes longer than the corresponding step of the other loop
+    (median)."""
     return median(our - their for our, their in _steps(ours, theirs, warm_up))
 
 

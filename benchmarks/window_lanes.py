@@ -1,11 +1,11 @@
-"""Draws docs/window.png. The picture shows when an accumulation window computes, copies and runs the optimizer, for
-both orders of streamed weights.
+"""Draws docs/window.png. The picture shows when an accumulation window computes, copies and updates weights, with
+weights.order=by_micro_batch and with weights.order=by_layer.
 
 A small model is trained on a CPU, where copies run synchronously. A simulated clock assumes the times of a card with a
-slow link, in units: computing a block takes 1 in forward and 3 in backward, copying its 16-bit weights takes 4, and
-updating it on the host takes 2.
+slow link. The forward pass of a block takes 1 unit and its backward pass 3 units, a copy of its 16-bit weights takes 4
+units, and its update on the host takes 2 units.
 
-python -m benchmarks.window_lanes        # half a minute.
+python -m benchmarks.window_lanes        # half a minute
 """
 
 import tempfile
@@ -24,7 +24,7 @@ from lowmem.system.torch_private import in_backward
 from lowmem.techniques.weights.streamed import Streamed
 
 BLOCKS, MICRO_BATCHES = 4, 4
-FORWARD, BACKWARD, COPY, STEP = 1.0, 3.0, 4.0, 2.0  # time units per block; COPY: of its 16-bit weights
+FORWARD, BACKWARD, COPY, STEP = 1.0, 3.0, 4.0, 2.0  # time units per block; COPY: for its 16-bit weights
 LANES = ("computes", "copies up", "copies down", "host steps")
 MODEL = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
 MODEL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 300, "tie_word_embeddings": "false"}
@@ -50,7 +50,7 @@ class At:
 
 
 class Clock:
-    """A copy lane with simulated times. It also times the gradients that a link copies and the updates that it runs.
+    """A copy lane with simulated times. Also simulates the times of the link's work: gradient copies and updates.
 
     Args:
         weights: the streamed weights of the trained model.
@@ -73,9 +73,9 @@ class Clock:
         link.fetch, link.update_block = self.fetches, self.steps
 
     def takes(self, lane: str, number: int, start: float, duration: float) -> float:
-        """Records an interval of a lane and returns its start: `start`, or when the lane is free if that is later. Does
-        not record evaluations."""
-        if not (torch.is_grad_enabled() or in_backward()):  # an evaluation
+        """Records an interval of a lane. Returns its start, which is `start` or, if later, the time at which the lane
+        becomes free. In an evaluation, records nothing and returns `start`."""
+        if not (torch.is_grad_enabled() or in_backward()):
             return start
         start = max(start, self.free[lane])
         self.free[lane] = start + duration
@@ -114,7 +114,7 @@ class Clock:
     # --- a link -------------------------------------------------------------------------------------------------------
 
     def fetches(self, gradient: Tensor, receive: object) -> None:
-        """Times the copy of a gradient to the host if it is a block's, then calls the link's `fetch`."""
+        """Records the copy of a gradient to the host if the weight is in a block. Then calls the link's `fetch`."""
         number = self.numbers.get(id(getattr(getattr(receive, "__self__", None), "weight", None)))
         if number is not None:
             start = self.takes("copies down", number, self.now, COPY * gradient.nbytes / self.sizes[number])
@@ -122,7 +122,7 @@ class Clock:
         self.fetch(gradient, receive)
 
     def steps(self, host_block: object, compute: object) -> None:
-        """Times the update of one weight if it is a block's, then calls the link's `update_block`."""
+        """Records the update of a weight if the weight is in a block. Then calls the link's `update_block`."""
         if id(host_block) in self.host_blocks:
             number = self.host_blocks[id(host_block)]
             self.takes("host steps", number, self.free["copies down"], STEP / len(host_block.spans))

@@ -1,5 +1,5 @@
-"""Predicts memory and time of training runs. The first table is about full fine-tuning of Llama-3.1-8B on cards of 141 to
-4 GB, and the second table is about several models on cards of 8 to 80 GB.
+"""Predicts the memory and time of training runs. The first table is about full fine-tuning of Llama-3.1-8B on cards of
+141 to 4 GB, and the second table is about several models on cards of 8 to 80 GB.
 
 python -m benchmarks.capacity            # about five minutes on two cores; nothing is downloaded or allocated
 

@@ -1,4 +1,4 @@
-"""Tests writes of cache entries: several processes may write one entry at the same time, and a failed write leaves no
+"""Tests that several processes can write the same cache entry at the same time, and that a failed write leaves no
 temporary file."""
 
 import pytest
@@ -23,7 +23,7 @@ def test_cache_entry_of_two_writers_is_complete_and_no_temporary_file_is_left(tm
     file = place / "file" if folder else place
     assert file.read_text() == (
         "second" if folder else "first"
-    )  # the inner `with` ends first; a file is replaced, a folder is kept
+    )  # `second` ends first. Then `first` replaces a file; but if the entry is a folder, the existing one is kept.
     assert [*tmp_path.iterdir()] == [place]
 
 

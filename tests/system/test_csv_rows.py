@@ -1,5 +1,5 @@
-"""Tests that the files of a resumed run keep the rows of earlier steps, even if the process is killed while it rewrites
-them."""
+"""Tests that the csv and jsonl files of a resumed run keep the rows of earlier steps, even if the process is killed
+while it rewrites such a file."""
 
 import csv
 import math

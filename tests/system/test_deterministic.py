@@ -1,5 +1,5 @@
-"""Tests deterministic=true: it is active during a run only, and operators without a deterministic algorithm are
-refused."""
+"""Tests that deterministic=true has an effect during a run only, and that it refuses operators without a deterministic
+algorithm."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Tests that text files are read and written with a named encoding, and that text is escaped if a terminal cannot show
-it."""
+"""Tests that the source code names an encoding for every text file that it opens, and that characters are escaped if
+the terminal cannot show them."""
 
 import ast
 import io
@@ -41,7 +41,7 @@ def test_source_code_opens_every_text_file_with_an_encoding():
         ("a.open()", "a.open('rb')"),
     ],
 )
-def test_check_of_encodings_finds_calls_that_open_a_text_file_without_one(call, binary):
+def test_check_of_encodings_finds_calls_that_open_a_text_file_without_an_encoding(call, binary):
     assert in_the_locales_encoding(call) == [1]
     assert in_the_locales_encoding(f"{call[:-1]}, encoding='utf-8')".replace("(,", "(")) == []
     assert binary is None or in_the_locales_encoding(binary) == []

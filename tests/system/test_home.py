@@ -1,4 +1,4 @@
-"""Tests runs without a writable home folder: libraries get a temporary folder for their files."""
+"""Tests that libraries get a temporary folder for their files if the home folder is not writable."""
 
 import os
 import sys
@@ -12,8 +12,8 @@ from lowmem.system import home
 
 @pytest.fixture(params=["read-only", "missing", "unknown"])
 def no_home(request, monkeypatch, tmp_path):
-    """Returns the path of a home folder that cannot be written. `os.access` is replaced, because root may write
-    everywhere."""
+    """Returns the path of a home folder that is not writable, and removes the variables that name folders of libraries.
+    `os.access` is replaced, because root may write everywhere."""
     path = {"read-only": tmp_path, "missing": tmp_path / "missing", "unknown": "~"}[request.param]
     monkeypatch.setattr(os.path, "expanduser", lambda _: str(path))
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -1,8 +1,8 @@
-"""Tests SIGTERM, SIGINT and SIGHUP in every phase of a run, and second signals: the exit code, the remaining files, and
-the resumed run.
+"""Tests the exit code, the remaining files and the resumed run after SIGTERM, SIGINT or SIGHUP in any phase of a run,
+and after a second signal.
 
-Most tests start a process and send a real signal. A run that is resumed after a signal must end with the weights of an
-undisturbed run, bit by bit.
+Most tests start a process and send a signal to it. A run that is resumed after a signal must end with the weights of an
+undisturbed run, bit for bit.
 """
 
 import json
@@ -25,16 +25,17 @@ from lowmem.training.module import CausalLM
 
 # 4 steps, with an evaluation of 16 micro-batches and a checkpoint after every second step.
 RUN = ("val_every=2", "save_every=2", "val_sequences=64", "sample_tokens=64", "seq_len=16")
-KEEPS = ("step", "evaluation", "save", "sampling")  # phases that end with a checkpoint and the summary
-# Maximum CPU time after a signal. Wall-clock time would include other programs of a busy machine.
+KEEPS = ("step", "evaluation", "save", "sampling")  # a signal in these phases leaves a checkpoint and a summary
+# phase -> maximum CPU seconds from a signal to the end of the process. Wall-clock time would include the work of other
+# programs on a busy machine.
 SECONDS = {"load": 2.0, "step": 4.0, "evaluation": 2.0, "save": 4.0, "sampling": 4.0, "export": 2.0}
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 
 
 @pytest.fixture
 def start(processes, small, tmp_path):
-    """Yields a function that starts a run: (phase, arguments) -> the process, once it has reached the phase. With phase
-    None, the function waits for the end of the run."""
+    """Yields a function (phase, arguments) -> process. The function starts a run and returns when the run has reached
+    the phase; with phase None, it returns when the run has ended. `deaf=True` installs no signal handlers."""
     started = []
 
     def run(phase, *arguments, deaf=False):
@@ -67,7 +68,8 @@ def until(what, process, seconds=120):
 
 
 def tell(process, *names, apart=0.4) -> float:
-    """Sends signals. Returns the seconds of CPU time from the last signal to the end of the process."""
+    """Sends signals, `apart` seconds after each other. Returns the CPU seconds of the process from the last signal to
+    its end."""
     for number, name in enumerate(names):
         time.sleep(apart * (number > 0))
         os.kill(process.pid, signal.Signals[name])
@@ -117,8 +119,8 @@ def goes_on(start, run, folder, whole) -> None:
 
 
 def ends_well(start, whole, folder, phase, name, deaf=False):
-    """Sends a signal in a phase, and checks exit code, files and the resumed run. Prints a line (see it with `pytest
-    -s`)."""
+    """Sends a signal in a phase, and checks the exit code, the CPU seconds, the files and (except in the phase "load")
+    the resumed run. Prints a line for `pytest -s`."""
     cache, run = folder / "cache", folder / "run"
     lines = [f"hydra.run.dir={run}", *([f"cache_dir={cache}"] if phase == "load" else [])]
     process = start(phase, *lines, deaf=deaf)
@@ -195,7 +197,7 @@ def test_second_signal_ends_the_run_at_once_and_is_recorded(start, tmp_path, pha
 
 @pytest.mark.process
 def test_duplicate_delivery_of_one_signal_counts_as_one_signal(start, tmp_path):
-    """`timeout` sends a signal to the process and to its process group."""
+    """The command `timeout` signals both a process and its process group, so the process gets the signal twice."""
     process = start("step", f"hydra.run.dir={tmp_path}/run")
     tell(process, "SIGTERM", "SIGTERM", apart=0.05)
     assert process.exitcode == 143 and json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"]
@@ -223,7 +225,8 @@ def test_signal_inside_a_step_ends_the_run_after_the_step_with_a_checkpoint(comm
 
 @pytest.mark.parametrize("signalled", [True, False])
 def test_compiler_killed_by_ctrl_c_ends_the_run_as_interrupted(command, tmp_path, monkeypatch, signalled):
-    """A terminal also sends Ctrl+C to the compiler, and torch raises a compile error."""
+    """Ctrl+C in a terminal also kills the compiler, so torch raises a compile error. Without a signal, the same error
+    must end the run with a traceback."""
 
     def compiles(*_):
         if signalled:
@@ -241,7 +244,7 @@ def test_compiler_killed_by_ctrl_c_ends_the_run_as_interrupted(command, tmp_path
 
 
 def test_signals_that_were_ignored_before_a_run_stay_ignored():
-    """`nohup` ignores SIGHUP."""
+    """For example, `nohup` starts a process that ignores SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals.handled(signals.at_once):
@@ -254,7 +257,7 @@ def test_signals_that_were_ignored_before_a_run_stay_ignored():
 
 
 def test_signal_wrapped_in_another_error_is_recognized():
-    """torch's checkpoint writer raises a RuntimeError instead of the original error."""
+    """If a signal's exception interrupts torch's checkpoint writer, the writer raises a RuntimeError in its place."""
     try:
         try:
             raise signals.Ended(signal.SIGTERM)

@@ -1,5 +1,6 @@
-"""Tests the private names of other packages that lowmem uses. If a new version changes such a name, the message of its
-test states the feature that breaks. Further tests check that no other source file uses private names."""
+"""Tests that private names of other packages still do what lowmem needs. If a new version changes such a name, the
+message of the failing test states the feature that breaks. Further tests check that only torch_private.py and
+lightning_private.py use private names of other packages."""
 
 import ast
 import re
@@ -398,12 +399,12 @@ PUBLIC_ALL_THE_SAME = {
 
 
 def is_private(name):
-    """Returns True if any part of a dotted name is private."""
+    """Returns True if a part of a dotted name begins with an underscore and does not end with two underscores."""
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
 def own_names(trees):
-    """Returns the names of lowmem's own methods and of attributes that lowmem sets."""
+    """Returns the names of the methods that the modules define and of the attributes that they set."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bodies = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
     methods = {part.name for part in bodies if isinstance(part, ast.FunctionDef)}
@@ -413,7 +414,8 @@ def own_names(trees):
 
 
 def private_of_others(tree, own):
-    """Yields private names of other packages: attributes, imports, and dotted names in strings."""
+    """Yields the private names of other packages that a module uses as attributes, in imports, or in strings with
+    dotted names. Args: own: names of attributes that are lowmem's own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
             yield node.attr
@@ -485,7 +487,7 @@ def test_transformers_reports_the_attention_implementation_in_use():
 
 
 def test_transformers_numbers_a_single_document_only_if_boundaries_count_as_real():
-    """Otherwise transformers returns None if each row is a single document."""
+    """Otherwise transformers returns None for a batch in which each row is a single document."""
     from transformers import masking_utils
 
     places = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])

@@ -1,4 +1,4 @@
-"""Tests that garbage collection is disabled during imports only."""
+"""Tests that garbage collection is disabled inside `undisturbed` only."""
 
 import gc
 
@@ -7,7 +7,7 @@ import pytest
 from lowmem.system.without_gc import undisturbed
 
 
-def test_garbage_collection_is_enabled_again_after_imports_and_errors():
+def test_garbage_collection_is_enabled_again_after_undisturbed_code_ends_or_fails():
     with undisturbed():
         assert not gc.isenabled()
     assert gc.isenabled()

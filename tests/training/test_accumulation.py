@@ -1,5 +1,5 @@
-"""Tests that gradient accumulation equals one big batch, with ragged lengths, masked tokens and a short last window,
-and tests schedules of accumulation."""
+"""Tests that gradient accumulation gives the gradients and weights of one big batch, with rows of different lengths,
+masked tokens and a short last window. Also tests schedules of accumulation."""
 
 import ast
 import inspect
@@ -25,13 +25,13 @@ from networks import fp64_loss
 from tolerances import FP64, SGD_FP32
 
 pytestmark = pytest.mark.kernels
-STEPS = 5  # an epoch has 9 sequences, so windows of 8 sequences alternate with windows of 1
+STEPS = 5  # an epoch has 9 sequences, so a window of 8 sequences is followed by a window of 1
 
 
 @pytest.fixture
 def trained(config, monkeypatch):
     """Returns a function (sequences per micro-batch, micro-batches, dtype, optim) -> (gradients of each step, final
-    weights)."""
+    weights). The gradients of a step, and the weights, are flattened to one vector."""
 
     def run(batch_size, batches, dtype="float64", optim="adamw"):
         if dtype == "float64":
@@ -57,7 +57,7 @@ def trained(config, monkeypatch):
 
 
 def furthest(one, other):
-    """Returns the largest differences (of the gradients, of the weights)."""
+    """Returns (largest difference between gradients, largest difference between weights) of two runs of `trained`."""
     gradients = max((a - b).abs().max().item() for a, b in zip(one[0], other[0], strict=True))
     return gradients, (one[1] - other[1]).abs().max().item()
 
@@ -83,7 +83,7 @@ def last_micro_batch_dropped(self, window, index):
 
 
 def mean_of_means(self, window, index):
-    """Weights all micro-batches equally, although their numbers of labels differ (Lightning #20350)."""
+    """Gives every micro-batch the same weight, although their numbers of labels differ (Lightning #20350)."""
     weights = [
         window.learned_tokens / (len(window.micro_batches) * batch.learned_tokens) for batch in window.micro_batches
     ]
@@ -122,7 +122,7 @@ def masked_tokens_counted(self, window, index):
 
 @pytest.mark.parametrize("wrong", [None, masked_tokens_counted])
 def test_logged_loss_is_the_mean_over_tokens_with_labels_unless_masked_tokens_are_counted(config, monkeypatch, wrong):
-    """The logged loss of a ragged window is the oracle's mean over the tokens that have a label."""
+    """The expected loss is the oracle's. Wrong variant: tokens whose labels are masked are also counted."""
     seen = []
 
     def recording(self, window, index):
@@ -166,7 +166,7 @@ def test_accumulation_schedule_changes_at_window_boundaries():
 
 
 def test_steps_and_learning_rates_do_not_depend_on_a_change_of_accumulation(fit):
-    """The learning rate schedule counts optimizer steps, for any number of micro-batches."""
+    """The learning rate schedule counts optimizer steps, not micro-batches."""
     lines = ("scheduler=linear", "max_steps=6", "lr=1e-2", "log_every=1", "batch_size=2")
     _, plain = fit(*lines, folder="plain")
     _, changing = fit(*lines, "accumulation=by_step", "accumulation.sizes={0: 1, 2: 3}", folder="changing")
@@ -198,9 +198,7 @@ def test_effective_batch_is_divided_by_micro_batch_and_devices():
     ],
     ids=["0 batches", "indivisible size", "size below devices", "no first size", "size 0", "size 2.5"],
 )
-def test_accumulation_size_that_is_not_a_multiple_of_devices_times_batch_size_or_lacks_a_first_size_is_refused(
-    make, says
-):
+def test_zero_fractional_indivisible_or_missing_accumulation_size_is_refused(make, says):
     with pytest.raises(Refused, match=says):
         make()
 
@@ -227,7 +225,7 @@ def test_learned_tokens_of_a_micro_batch_are_the_tokens_with_labels():
 
 
 def test_ranks_divide_the_sequences_of_a_window_and_know_its_total_tokens():
-    """Each sequence of the window is on exactly one device."""
+    """Each sequence of the window is on exactly one rank."""
     whole = next(iter(WindowLoader(parity.Ragged(), Share(4), fixed(2), seed=0)))
     shares = [
         next(iter(WindowLoader(parity.Ragged(), Share(2, rank=r, world_size=2), fixed(2), seed=0))) for r in (0, 1)
@@ -251,7 +249,7 @@ def imported(module):
 
 def test_oracle_does_not_import_lowmem():
     assert "torch" in imported(oracle) and "lowmem" not in imported(oracle)
-    assert "lowmem" in imported(parity)  # an import is found
+    assert "lowmem" in imported(parity)  # `imported` finds an import of lowmem
 
 
 class Silent(parity.Ragged):
@@ -269,7 +267,8 @@ class Silent(parity.Ragged):
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master"])
 def test_window_without_labels_changes_no_weight_and_counts_as_skipped_step(config, precision):
-    """Nothing is divided by zero. A step with zero gradients would apply weight decay and momentum."""
+    """The logged loss, a mean over zero tokens, must be finite. The optimizer step must be skipped, because it would
+    apply weight decay and momentum even with zero gradients."""
     cfg = config(*parity.overrides(f"precision={precision}"), "batch_size=1", "max_steps=2", base=())
     module = causal_lm(cfg, describe(cfg))
     read = []

@@ -23,7 +23,7 @@ def per_epoch(config):
 
 
 def curve(folder):
-    """Returns the logged values of each step that do not depend on time."""
+    """Returns, for each row of metrics.csv, the values that do not depend on time or memory."""
     names, *values = (line.split(",") for line in (folder / "metrics.csv").read_text().splitlines())
     kept = [i for i, name in enumerate(names) if "second" not in name and "gib" not in name]
     return [[line[i] for i in kept] for line in values]
@@ -55,7 +55,7 @@ def test_steps_of_an_epoch_do_not_depend_on_batch_size(config):
     "more", [(), pytest.param(("plan=auto",), marks=pytest.mark.matrix), ("show=1",)], ids=["train", "plan", "show"]
 )
 def test_run_of_epochs_opens_its_data_once(command, small, monkeypatch, more):
-    """Epochs are counted on the training rows themselves, so files are read and tokenized only once."""
+    """The steps of an epoch are computed from the rows on which the run then trains, so the data are opened once."""
     opened, open_source = [], StoredSource.opened
     monkeypatch.setattr(StoredSource, "opened", lambda self, wanted: opened.append(self) or open_source(self, wanted))
     base = tuple(line for line in small if not line.startswith(("max_steps=", "scheduler.")))
@@ -94,7 +94,7 @@ def test_override_typed_for_a_resume_drops_mutually_exclusive_stored_overrides(t
 
 @pytest.fixture
 def other_tokenizer(config, tmp_path):
-    """Returns a folder with a tokenizer that was trained on other text and has fewer tokens."""
+    """Returns the folder of a tokenizer that was trained on other text and has fewer tokens than the data's own."""
     (tmp_path / "words.txt").write_text("elephants never forget " * 40)
     cfg = config(f"data.path={tmp_path / 'words.txt'}")
     tokenize(instantiate(cfg.data), tmp_path / "cache", 280).tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -106,7 +106,7 @@ def test_tokenizer_of_another_folder_tokenizes_the_training_data(config, other_t
     assert len(theirs.tokenizer) < len(ours.tokenizer) <= 300
     text = "elephants never forget"
     assert len(theirs.tokenizer(text).input_ids) < len(ours.tokenizer(text).input_ids)
-    assert len(theirs.train.ids) > len(ours.train.ids)  # tokens of the same files
+    assert len(theirs.train.ids) > len(ours.train.ids)  # it needs more tokens for the same files
 
 
 def test_tokenizer_of_another_folder_is_exported_and_used_for_evaluation(fit, other_tokenizer):

@@ -1,5 +1,5 @@
-"""Tests validation sets: each loss equals the loss of plain transformers with the exported folder, document by
-document, and small sets are reported."""
+"""Tests validation sets. The loss of each set must equal the loss that plain transformers computes with the exported
+model, document by document. Small sets are reported."""
 
 import csv
 import json
@@ -27,7 +27,8 @@ LINES = ("val_every=2", "max_steps=2", "val_sequences=12", "lr=1e-2", "seq_len=2
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Returns a folder of training text and other text: a folder `near`, and a file in the training folder."""
+    """Returns a folder with training text (the folder `train`) and validation text: the folder `near`, and the file
+    `train/99.txt`."""
     folder = tmp_path_factory.mktemp("sets")
     (folder / "train").mkdir()
     for number in range(40):
@@ -47,7 +48,8 @@ def typed(files, *more):
 
 
 def plain(folder, micro_batches):
-    """Returns (loss, mean of the means of micro-batches) of plain transformers, document by document."""
+    """Computes the loss of each document alone with plain transformers. Returns (mean over all tokens with a label,
+    mean of the micro-batches' means)."""
     model, sums = AutoModelForCausalLM.from_pretrained(folder).eval(), []
     for batch in micro_batches:
         nats, count = 0.0, 0
@@ -92,7 +94,7 @@ def test_loss_of_every_validation_set_equals_transformers_on_the_export(fit, con
         assert one["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
         means.append(abs(mean_of_means - loss))
     assert summary["val_loss"] == summary["validation"][0]["loss"] != summary["validation"][1]["loss"]
-    if packing != "joined":  # micro-batches have unequal counts, so a mean of means would fail
+    if packing != "joined":  # micro-batches have unequal numbers of labels, so a mean of means is another number
         assert max(means) > 1e-4
 
 
@@ -110,9 +112,9 @@ def test_validation_loss_of_a_chat_counts_assistant_tokens_only(fit, config, pac
         text, count = text + len(tokenizer.decode(learned, skip_special_tokens=True).encode()), count + len(learned)
     assert summary["bits_per_byte"] == pytest.approx(loss / math.log(2) * count / text, abs=1e-4)
     every = torch.cat([batch.input_ids.flatten() for batch in data.val[0]])
-    assert text < 0.9 * len(tokenizer.decode(every, skip_special_tokens=True).encode())  # questions do not count
+    assert text < 0.9 * len(tokenizer.decode(every, skip_special_tokens=True).encode())  # `text` excludes questions
     said = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])["prompt"]
-    assert "Who are you?" in said and said != "Who are you?"  # with the chat template
+    assert "Who are you?" in said and said != "Who are you?"  # the chat template surrounds it
     kept = json.loads((run / "model" / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in kept and (run / "model" / "chat_template.jinja").is_file()
 
@@ -170,7 +172,7 @@ def told_of_few(config, caplog, *lines):
 
 
 PAIRS = [{"prompt": f"Q{i}", "chosen": f" {i}", "rejected": f" -{i}"} for i in range(400)]
-SMALL_DATA = {
+SMALL_DATA = {  # name -> (overrides, records, regular expression of the message; None: no message)
     "ten pairs": (
         "data=preference loss=dpo",
         PAIRS[:10],
@@ -207,8 +209,7 @@ def test_nine_validation_documents_are_reported_as_few_and_ten_are_not(config, c
 
 
 def test_small_validation_text_is_reported_in_sequences(config, caplog, tmp_path):
-    """Data of data.val_path is not held out of the training data, so the second message does not suggest
-    data.val_fraction."""
+    """The second message does not suggest data.val_fraction, because the validation data come from data.val_path."""
     (tmp_path / "a.txt").write_text("some words and more of them, in lines\n" * 60)
     (tmp_path / "b.txt").write_text("other words, and then some more of these\n" * 4)
     text = ("data=text", f"data.path={tmp_path / 'a.txt'}", "seq_len=16")

@@ -1,5 +1,5 @@
-"""Tests that an exported folder has the files that transformers would write, and that lowmem writes the folder shard by
-shard."""
+"""Tests that an exported folder has the files that transformers would write, and that an export needs memory for only
+one shard at a time."""
 
 import json
 
@@ -38,7 +38,8 @@ def made(name, dtype=torch.float32):
 
 
 def contents(folder):
-    """Returns the bytes of each file, and config.json as `old_config` converts it."""
+    """Returns name -> bytes of each file except README.md. For config.json, returns the dict that `old_config` makes of
+    it."""
     found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
     return found | {"config.json": old_config(json.loads(found["config.json"]))}
 
@@ -49,7 +50,7 @@ def contents(folder):
 def test_exported_files_except_config_json_equal_save_pretrained_byte_for_byte(
     tmp_path, monkeypatch, name, dtype, shard
 ):
-    """The model's parameters have 16 bits; their fp32 values are separate masters."""
+    """The parameters of the exported model are bf16. The exported values come from separate fp32 masters."""
     monkeypatch.setattr(exporting, "FILE_BYTES", shard)
     wide = made(name)
     held = made(name, torch.bfloat16)
@@ -65,7 +66,8 @@ def test_exported_files_except_config_json_equal_save_pretrained_byte_for_byte(
 
 
 def test_exported_files_of_a_loaded_model_equal_the_files_that_it_was_loaded_from(tmp_path):
-    """transformers remembers how it renamed and joined tensors while loading."""
+    """While loading, transformers records in the model how it renamed and joined tensors. This record must not change
+    the exported files."""
     made("llama untied").save_pretrained(tmp_path / "in")
     export(AutoModelForCausalLM.from_pretrained(tmp_path / "in"), ModelFolder(tmp_path / "out", Nothing()))
     assert contents(tmp_path / "out") == contents(tmp_path / "in")
@@ -76,13 +78,13 @@ def test_exported_files_of_a_loaded_model_equal_the_files_that_it_was_loaded_fro
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 @in_a_new_process
 def test_export_raises_memory_by_one_shard_unless_all_weights_are_one_shard(tmp_path, monkeypatch, wrong):
-    """Wrong on purpose (wrong=True): all weights are written as one shard."""
+    """Wrong variant: all weights are written as one shard, so memory must rise above the limit."""
     keys = WIDTHS | {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(_of_type("llama", **keys), dtype=torch.bfloat16)
     network.to_empty(device="cpu")
     weights = 4 * sum(p.numel() for p in network.parameters())
-    monkeypatch.setattr(exporting, "FILE_BYTES", "50GB" if wrong else "17MB")  # the embedding has 16.4 MB
+    monkeypatch.setattr(exporting, "FILE_BYTES", "50GB" if wrong else "17MB")  # the largest weight has 16.4 MB in fp32
     with Highest() as highest:
         export(network, ModelFolder(tmp_path / "model", Nothing(), "float32"))
     assert (highest.rise < 17e6 + 0.1 * weights) != wrong

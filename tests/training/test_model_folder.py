@@ -1,4 +1,5 @@
-"""Tests model folders, loaded and exported: several files, tied heads, and chat models that end their turn."""
+"""Tests loading and exporting model folders with several weight files, with tied heads, and of chat models, which must
+end their turn."""
 
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ def test_sharded_model_folder_is_loaded_and_exported_with_equal_logits(tmp_path,
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert torch.equal(loaded.eval()(ids).logits, whole(ids).logits)
     with torch.no_grad():
-        loaded.model.embed_tokens.weight.add_(0.1)  # as training does; also changes a tied head
+        loaded.model.embed_tokens.weight.add_(0.1)  # changes weights, as training does; also changes a tied head
     export(loaded, ModelFolder(tmp_path / "out", Nothing()))
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(opened(ids).logits, loaded(ids).logits)
@@ -65,7 +66,7 @@ def test_exported_chat_model_stops_at_its_end_of_turn_token_only_if_the_generati
     tokenizer.chat_template = template
     assert end_of_turn(tokenizer) == ids["<|im_end|>"]
     network = llama(tie_word_embeddings=False, eos_token_id=ids["<end>"])
-    with torch.no_grad():  # the model always ends its turn
+    with torch.no_grad():  # after every token, <|im_end|> gets the largest logit
         network.model.embed_tokens.weight.fill_(1.0)
         network.lm_head.weight.fill_(0.0)
         hidden = network.model(torch.tensor([[4]])).last_hidden_state[0, 0]

@@ -1,4 +1,5 @@
-"""Tests that a non-finite loss or gradient is named, ends the run or is skipped, and never reaches a checkpoint."""
+"""Tests that a step with a non-finite loss or gradient is reported, ends the run or is skipped, and never reaches a
+checkpoint."""
 
 import csv
 import logging
@@ -22,8 +23,8 @@ OTHER = (("clip=null",), ("clip_value=0.1",), ("precision=bf16-true",))
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Returns a function (what, windows) that makes the loss, or the gradient of a parameter, non-finite in these
-    windows, counted from 1."""
+    """Returns a function (what, windows) that makes a value non-finite in some windows. `what`: "loss", or the name of
+    a parameter, whose gradient becomes non-finite. `windows`: numbers of windows, from 1."""
 
     def arrange(what, which):
         window, step, full = [0], CausalLM.training_step, losses.full
@@ -94,20 +95,18 @@ def test_error_of_a_non_finite_loss_names_the_sequences_of_its_micro_batches(fit
 def test_skipped_non_finite_step_is_counted_and_leaves_the_weights_of_a_run_without_the_step(
     fit, broken, caplog, monkeypatch, precision, what
 ):
-    """The weights equal the weights of a run in which the second step is finite but not applied."""
+    """The final weights must equal the weights of a run in which the second step is finite but is skipped."""
     if what == GRADIENT and precision == "bf16-master":
         pytest.skip("its gradients leave before a hook sees them: test_master_run.py breaks them on their way")
     lines = (f"precision={precision}", "on_nonfinite=skip", "scheduler=constant", "max_steps=3")
     broken(what, {2})
     summary, run = fit(*lines)
     assert summary["steps"] == 3 and summary["skipped_steps"] == 1
-    overflowed = (
-        precision == "16" and what == GRADIENT
-    )  # the loss scale handles this overflow: it is not reported as a fault
+    overflowed = precision == "16" and what == GRADIENT  # then only the loss scale is halved, and nothing is reported
     assert ("In step 2" in caplog.text and "Skipping this step." in caplog.text) != overflowed
     rows = [row for row in csv.DictReader((run / "metrics.csv").open()) if row["train_loss"]]
     assert all(float(row["train_loss"]) < 100 for row in rows)
-    if precision == "16":  # the loss scale was halved, so other bits are rounded
+    if precision == "16":  # the loss scale was halved only in this run, so gradients are rounded differently
         return
     usable = CausalLM._usable
 
@@ -124,7 +123,7 @@ def test_skipped_non_finite_step_is_counted_and_leaves_the_weights_of_a_run_with
 
 @pytest.mark.wrong
 def test_checkpoint_of_weights_made_non_finite_by_an_ignored_gradient_is_refused(fit, broken, monkeypatch):
-    """Wrong on purpose: training continues with non-finite weights."""
+    """Wrong variant: non-finite gradients are applied, so the checkpoint of the non-finite weights must be refused."""
     broken(GRADIENT, {2})
     monkeypatch.setattr(NonFiniteSteps, "meet", lambda *_: None)
     usable = CausalLM._usable
@@ -150,7 +149,8 @@ def test_overflow_while_the_loss_scale_still_halves_does_not_end_the_run(fit, ca
 
 @pytest.mark.parametrize("precision", ["16", "16-true", "16-master"])
 def test_overflow_at_the_smallest_loss_scale_ends_the_run(fit, broken, precision):
-    """The first scale is 4 times the smallest: two windows halve the scale, and the third is a fault."""
+    """The first scale is 4 times the smallest scale. Two windows halve it, and the overflow of the third window ends
+    the run."""
     broken(GRADIENT, range(1, 1000))
     with pytest.raises(Refused, match=rf"In step 1 the gradient of model\.{re.escape(GRADIENT)}.* on_nonfinite=skip"):
         fit(f"precision={precision}", f"precision.init_scale={2.0**-8}")

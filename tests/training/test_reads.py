@@ -1,4 +1,5 @@
-"""Tests that an optimizer step reads values from the device once. `device_reads.py` explains how reads are counted."""
+"""Tests that the host reads a value from the device only once per optimizer step. `device_reads.py` explains which
+reads are counted."""
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from lowmem.memory.tracker import host_side
 from lowmem.offload.host_optimizer import HostOptimizer
 from lowmem.training.module import CausalLM
 
-WINDOW = 2  # the counted window, of 3: optimizer state exists, and nothing is logged, evaluated or saved
+# Number of the window (of 3) whose reads are counted. In this window the optimizer state exists already, and nothing is
+# logged, evaluated or saved.
+WINDOW = 2
 FOUR = ("accumulation=fixed", "accumulation.batches=4", "batch_size=2")
 MASTERS, EARLY = ("precision=bf16-master", *FOUR), ("clip=null",)
 STREAMED = (*MASTERS, "weights=streamed", "gradient_checkpointing=every_layer", "optim=adamw8bit")
@@ -20,7 +23,7 @@ DOCUMENTS = ("data=jsonl", "data.path=notes.jsonl", "data.packing=documents", "s
 SHAPE = "{model_type: mistral, vocab_size: 300, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
 SHAPE += "num_attention_heads: 2, num_key_value_heads: 1, sliding_window: 8}"
 SLIDING = ("model=hf", "model.name=sliding", "model.pretrained=false", f"model.architecture={SHAPE}")
-# recipe -> overrides, and the largest number of device reads of a window
+# recipe -> (overrides, largest accepted number of device reads in a window)
 RECIPES = {
     "plain": ((), 1),
     "accumulation": (FOUR, 1),
@@ -40,19 +43,20 @@ RECIPES = {
     "streamed early": ((*STREAMED, *EARLY), 1),
     "by layer": (BY_LAYER, 1),
     "by layer early": ((*BY_LAYER, *EARLY), 1),
-    "16-master": (("precision=16-master", *FOUR), 1),  # the host knows whether gradients overflowed
+    "16-master": (("precision=16-master", *FOUR), 1),  # overflow is found in gradients that are already on the host
     "16": (("precision=16", *FOUR), 1),
     "16-true": (("precision=16-true", *FOUR), 1),
     "documents": ((*DOCUMENTS, "loss=full"), 1),
     "documents, checkpointing": ((*DOCUMENTS, "gradient_checkpointing=every_layer"), 1),
     "documents, by layer": ((*DOCUMENTS, *BY_LAYER), 1),
-    "documents, window": ((*SLIDING, *DOCUMENTS), 1),  # the window is shorter than a row, so attention needs a mask
+    "documents, window": ((*SLIDING, *DOCUMENTS), 1),  # sliding window shorter than a row, so attention needs a mask
 }
 
 
 @pytest.fixture
 def reads_of(fit, tmp_path, monkeypatch):
-    """Returns a function (overrides) -> the device reads of a small run. Several notes fit in a row."""
+    """Returns a function (overrides) -> the device reads of a run of three steps. The file of DOCUMENTS has notes so
+    short that a row has several of them."""
     monkeypatch.chdir(tmp_path)
     notes = (" ".join(f"note{j}" for j in range(i % 7 + 2)) for i in range(400))
     (tmp_path / "notes.jsonl").write_text("".join(f'{{"text": "{note}"}}\n' for note in notes))
@@ -72,12 +76,12 @@ def test_optimizer_step_reads_values_from_the_device_once(reads_of, recipe):
     reads = reads_of(*lines)
     read = reads.lines(WINDOW)
     assert 1 <= read.total() <= most, read
-    if recipe.startswith("documents"):  # transformers asks where documents begin, and gets the answer from host memory
+    if recipe.startswith("documents"):  # transformers reads from host memory where documents begin
         assert not (of_model := reads.lines(WINDOW, of_model=True)), of_model
 
 
 def test_step_with_logging_reads_only_its_four_logged_values_in_addition(reads_of):
-    """The four values are the loss, the auxiliary loss, the gradient norm and the balance of experts."""
+    """The logged values are the loss, the auxiliary loss, the gradient norm and the balance of experts."""
     read = reads_of(*MIXTURE, "log_every=1").lines(WINDOW)
     logged = sum(count for line, count in read.items() if line.startswith("lowmem/report/"))
     assert (read.total(), logged) == (5, 4), read

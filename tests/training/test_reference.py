@@ -1,5 +1,5 @@
-"""Tests that the reference model's log-probabilities equal a second model's bit by bit, are cached, and are computed
-again after a change."""
+"""Tests that the log-probabilities of the reference model equal the log-probabilities of a second model bit for bit,
+that they are cached, and that they are computed again if the reference model changes."""
 
 import csv
 import gc
@@ -47,7 +47,7 @@ def pairs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def preferring(config, pairs, tmp_path):
-    """Returns a function (overrides) -> a run on pairs, with a separate cache."""
+    """Returns a function (overrides) -> the settings of a run on `pairs`, whose cache is in `tmp_path`."""
 
     def make(*lines: str):
         typed = {line.split("=")[0] for line in lines}
@@ -59,7 +59,8 @@ def preferring(config, pairs, tmp_path):
 
 @pytest.fixture
 def computed(caplog):
-    """Returns a function () -> the number of pairs that the reference has computed since the last call."""
+    """Returns a function () -> the number of pairs (with KTO, of answers) whose reference log-probabilities were
+    computed since the last call."""
     caplog.set_level(logging.INFO, "lowmem")
 
     def count() -> int:
@@ -80,7 +81,8 @@ def numbers(folder: Path, split: str) -> np.ndarray:
 
 
 def stored_by(preferring, tmp_path, *lines) -> np.ndarray:
-    """Returns the log-probabilities of the training pairs that a run has stored; NaN for pairs that it has not read."""
+    """Returns the reference log-probabilities that a run stores for the training pairs; NaN for pairs that the run does
+    not read."""
     fit_run(preferring(*lines, f"cache_dir={tmp_path / 'own' / 'cache'}"), tmp_path / "own" / "run")
     found = numbers(tmp_path / "own", "train")
     shutil.rmtree(tmp_path / "own")
@@ -88,7 +90,8 @@ def stored_by(preferring, tmp_path, *lines) -> np.ndarray:
 
 
 def second_model(run):
-    """Returns a separate reference model, as other trainers keep it in memory, and batches of all rows."""
+    """Returns a reference model beside the trained model, as other trainers keep it in memory, and micro-batches of all
+    training rows."""
     data = build.data(run)
     seed_everything(run.seed, verbose=False)
     second, rows = build.module(run, data), data.train.sequences
@@ -106,7 +109,7 @@ def test_reference_log_probabilities_equal_a_second_model_bit_exactly(preferring
             answers, real = second.own_loss.answers(second.model.eval(), batch)
             whole, _ = pair_oracle.log_probabilities(second.model, batch)
         assert np.array_equal(answers.logp[real].numpy(), stored[batches.units[number]])
-        # with all logits in fp32, for answers of up to ten tokens: measured 2e-6; another model is off by 0.1
+        # The oracle computes all logits in fp32. Measured for answers of up to ten tokens: 2e-6. Another model: 0.1.
         assert torch.allclose(answers.logp[real], whole, rtol=0, atol=1e-5)
     assert not np.isnan(stored).any()
 
@@ -114,8 +117,8 @@ def test_reference_log_probabilities_equal_a_second_model_bit_exactly(preferring
 @pytest.mark.matrix
 @pytest.mark.kernels
 def test_reference_of_rated_answers_equals_a_second_model_bit_exactly(preferring, tmp_path):
-    """Compares the log-probabilities of both rows of an answer: the prompt with this answer, and the prompt with the
-    answer to another prompt (the mismatched row)."""
+    """Compares both log-probabilities of a prompt: with its own answer, and with the answer to another prompt (the
+    mismatched row)."""
     fit_run(preferring("loss=kto", "max_steps=100"), tmp_path / "run")
     stored, (second, batches) = numbers(tmp_path, "train"), second_model(preferring("loss=kto").resolved())
     for number, (batch,) in enumerate(batches):
@@ -147,10 +150,10 @@ def test_reference_log_probabilities_with_streamed_weights_equal_resident_weight
 
 
 @pytest.mark.matrix
-def test_reference_log_probabilities_with_lora_equal_its_base_model_and_are_shared_by_any_rank(
+def test_reference_log_probabilities_with_lora_equal_the_base_model_and_are_shared_by_all_adapter_sizes(
     preferring, tmp_path, computed
 ):
-    """The log-probabilities equal the model's without the adapter, and adapters of other sizes share the cache."""
+    """The reference is the model without its adapter, so a run with another `adapter.r` reads the cached values."""
     plain = stored_by(preferring, tmp_path)
     fit_run(preferring("adapter=lora"), tmp_path / "a")
     known = ~np.isnan(plain)
@@ -179,13 +182,15 @@ def test_reference_log_probabilities_are_computed_for_read_pairs_only_and_cached
 def test_interrupted_reference_pass_computes_only_missing_pairs_and_equals_the_uninterrupted_pass(
     preferring, tmp_path, computed, monkeypatch, killed, lines
 ):
-    """The next run computes the missing log-probabilities in the same micro-batches, so all bits are equal."""
+    """The second run computes the missing log-probabilities in the micro-batches of an uninterrupted pass, so their
+    bits are equal too."""
     whole = stored_by(preferring, tmp_path, "max_steps=20", *lines)
     computed()
     store, stored = reference.ReferenceLogProbs.store, []
 
     def ends_at_the_third(self, numbers):
-        """The first call is at the start of the pass. Log-probabilities that a killed run has not stored are lost."""
+        """Ends the run in the third call, and if `killed`, before this call has stored anything. The first call is at
+        the start of the pass."""
         stored.append(self.name)
         if len(stored) <= 3 or not killed:
             store(self, numbers)
@@ -206,7 +211,7 @@ def test_interrupted_reference_pass_computes_only_missing_pairs_and_equals_the_u
 
 @pytest.mark.matrix
 def test_run_with_fewer_reference_values_keeps_the_values_stored_by_a_concurrent_run(preferring, tmp_path):
-    """The run that has computed less writes last."""
+    """The run that has computed fewer values writes last."""
     fit_run(preferring("max_steps=20"), tmp_path / "run")
     complete = numbers(tmp_path, "train")
     run = preferring("max_steps=20").resolved()
@@ -278,7 +283,8 @@ def test_corrupted_reference_value_is_detected_and_an_older_format_is_read(tmp_p
 def test_resumed_preference_run_computes_missing_reference_values_and_has_the_unbroken_val_loss(
     preferring, tmp_path, computed, loss
 ):
-    """Missing log-probabilities, or all if the cache is gone, are computed with the initial model."""
+    """The resumed run computes missing log-probabilities with the initial model, not with the weights of the
+    checkpoint. If the cache is gone, all log-probabilities are missing."""
     longer = partial(preferring, "max_steps=8", CONSTANT, loss)
     unbroken = fit_run(longer(), tmp_path / "unbroken")["val_loss"]
     shutil.rmtree(tmp_path / "cache")
@@ -331,9 +337,9 @@ def test_early_stop_on_accuracy_ends_a_dpo_run_and_is_refused_with_loss_full(con
 
 @pytest.mark.kernels
 def test_kto_loss_does_not_depend_on_the_micro_batch_size(preferring, tmp_path, monkeypatch, no_picture):
-    """Compares the loss of the second window in fp32: in the first window the KL estimate is 0, and a step of SGD does
-    not amplify rounding. test_kto.py compares gradients, also with streamed weights. Rows are not sorted by length
-    here, because the rows of a window would then depend on the size of micro-batches."""
+    """Compares the loss of the second window in fp32, because in the first window the KL estimate is 0. The optimizer
+    is SGD, because its step does not amplify rounding. Rows are not sorted by length, because the rows of a window
+    would then depend on the micro-batch size. Wrong variant: each micro-batch has its own KL estimate."""
     monkeypatch.setattr(RatedAnswers, "arranged", lambda self, permutation, rows_per_step: permutation)
     size = "max_steps=2", "optim=sgd", "lr=3", "loss=kto", "loss.beta=0.5", "val_every=1000"
 
@@ -350,7 +356,8 @@ def test_kto_loss_does_not_depend_on_the_micro_batch_size(preferring, tmp_path, 
 
 
 def test_dpo_training_disables_dropout_so_its_first_loss_is_log_2(preferring, tmp_path):
-    """The reference has no dropout, so the first loss is the loss of two equal models."""
+    """Without dropout, the trained model equals the reference in the first step, and the DPO loss of equal models is
+    log 2."""
     dropout = "model.architecture.resid_pdrop=0.5", "model.architecture.embd_pdrop=0.5"
     fit_run(preferring(*dropout, "max_steps=1"), tmp_path / "run")
     (first, *_) = csv.DictReader((tmp_path / "run" / "metrics.csv").open())
@@ -360,7 +367,8 @@ def test_dpo_training_disables_dropout_so_its_first_loss_is_log_2(preferring, tm
 @pytest.mark.rows("resident")
 @pytest.mark.parametrize("lines", [(), STREAMED], ids=["resident", "streamed"])
 def test_reference_and_trained_model_are_never_in_memory_together(preferring, tmp_path, monkeypatch, lines):
-    """Each model is freed before the next model is built, and the reference's trainer keeps no model."""
+    """Whenever a model is built, no earlier model may exist. In particular, the trainer that computed the reference
+    must not keep its model."""
     built, alive, make = [], [], build.module
 
     def counted(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""Tests that runs are resumed, evaluated and exported from their folders, and completed if they were interrupted."""
+"""Tests that a run is resumed, evaluated and exported from its folder, and that an interrupted run is completed."""
 
 import csv
 import errno
@@ -33,8 +33,8 @@ LINES = ("save_every=2", "val_every=2")
 
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory):
-    """Returns a function (precision) -> the folder of a run of four steps, with checkpoints at 2 and 4. All tests share
-    the folder, and change only copies (one test adds .hydra)."""
+    """Returns a function (precision) -> the folder of a run of four steps, with checkpoints after steps 2 and 4. All
+    tests share this folder, so they change only copies of it (except for one test, which adds .hydra)."""
     made = {}
 
     def run(precision="32"):
@@ -48,7 +48,7 @@ def whole(small, tmp_path_factory):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """Returns a function (precision) -> a copy of the run in the folder that `fit` uses."""
+    """Returns a function (precision) -> a copy of `whole`'s run, in the folder in which `fit` runs by default."""
     return lambda precision="32": shutil.copytree(whole(precision), tmp_path / "run")
 
 
@@ -103,7 +103,7 @@ def test_damaged_checkpoint_is_skipped_by_resume_auto_and_refused_by_name(fit, c
 
 @pytest.mark.wrong
 def test_resume_from_a_damaged_checkpoint_without_digest_checks_fails_or_changes_weights(fit, copy, whole, monkeypatch):
-    """Wrong on purpose: every checkpoint is considered intact."""
+    """Wrong variant: digests are not checked, so every checkpoint passes as intact."""
     run = copy()
     zero_a_page(run / "checkpoints" / "step-00000002.ckpt")
     (run / "checkpoints" / "step-00000004.ckpt").unlink()
@@ -208,7 +208,7 @@ def test_evaluate_and_export_commands_succeed_and_training_in_their_folder_is_re
     (whole() / ".hydra" / "overrides.yaml").write_text("- lr=0.5\n")
     code, said = command(f"export={whole()}")
     assert code == 0 and "Traceback" not in said and (tmp_path / "run" / "model").is_dir(), said
-    for _ in range(2):  # evaluation can be repeated in its folder
+    for _ in range(2):  # an evaluation can be repeated in the same folder
         code, said = command(f"evaluate={whole()}", f"hydra.run.dir={tmp_path}/evaluated")
         assert code == 0, said
     code, said = command("max_steps=1", f"hydra.run.dir={tmp_path}/evaluated")
@@ -221,7 +221,7 @@ def test_evaluate_and_export_commands_succeed_and_training_in_their_folder_is_re
 
 @pytest.fixture
 def typed_run(copy, small, monkeypatch):
-    """Returns a run with the overrides of its command, as Hydra stores them."""
+    """Returns the folder of a finished run, with the overrides of its command in .hydra, where Hydra stores them."""
     run = copy()
     (run / ".hydra").mkdir(exist_ok=True)
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([*small, *LINES]))
@@ -230,7 +230,7 @@ def typed_run(copy, small, monkeypatch):
 
 
 def contents(run):
-    """Returns the bytes of every file of a run, except model/ and Hydra's log."""
+    """Returns path -> bytes of every file of a run, except the files of model/ and Hydra's log."""
     files = (path for path in run.rglob("*") if path.is_file() and path.name != "train.log")
     return {path.relative_to(run): path.read_bytes() for path in files if path.parent != run / "model"}
 
@@ -255,7 +255,7 @@ def test_export_of_a_failed_run_keeps_its_failure_reason(command, typed_run):
 
 
 def test_export_of_an_earlier_checkpoint_or_live_run_keeps_the_model_of_the_run(command, typed_run, monkeypatch):
-    """The output names the folder before the export begins."""
+    """The export goes to a new folder, which the output names before the export begins."""
     trained = (typed_run / "model" / "model.safetensors").read_bytes()
     earlier = typed_run / "checkpoints" / "step-00000002.ckpt"
     busy = lambda folder: folder == typed_run  # noqa: E731
@@ -281,7 +281,7 @@ def test_early_stop_ends_a_run_that_no_longer_learns(fit, no_training):
 
 
 def test_early_stop_refuses_a_validation_set_without_labels(command, tmp_path):
-    """The loss is a mean over zero tokens: Lightning would end training at the first evaluation."""
+    """The validation loss would be nan, at which Lightning would end training in the first evaluation."""
     for name, question in (("path", "short"), ("val_path", "long " * 200)):
         talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "yes"}]
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 8)
@@ -339,7 +339,9 @@ def test_best_and_newest_checkpoint_are_kept_after_a_resume(fit, monkeypatch):
     assert [path.name[-6:] for path in complete(run / "checkpoints")] == ["2.ckpt", "5.ckpt"]
 
 
-def test_run_evaluated_or_completed_with_checkpoint_keep_best_has_its_val_loss(fit, copy, no_training):
+def test_evaluation_and_completion_of_a_run_with_checkpoint_keep_best_give_the_val_loss_of_the_run(
+    fit, copy, no_training
+):
     run = copy()
     no_training()
     summary, other = fit(*LINES, "checkpoint.keep=best", f"evaluate={run}", folder="other")
@@ -357,7 +359,7 @@ def test_failed_save_of_a_better_checkpoint_keeps_the_previous_best(fit, full, m
         self.val_losses = [next(losses)]
 
     monkeypatch.setattr(CausalLM, "on_validation_epoch_end", given)
-    full(AtomicCheckpointIO, "save_checkpoint", {3})  # saved after each better evaluation, and at the end
+    full(AtomicCheckpointIO, "save_checkpoint", {3})  # the third save is for the loss 0.5
     with pytest.raises(Refused, match="only the weights were written"):
         fit("val_every=1", "save_every=100", "checkpoint.keep=best")
     assert [path.name[-6:] for path in complete(tmp_path / "run" / "checkpoints")] == ["2.ckpt"]
@@ -441,8 +443,8 @@ def test_end_of_a_run_prints_evaluate_and_resume_commands_and_generate_unless_in
 
 @pytest.fixture
 def full(monkeypatch):
-    """Returns a function (owner, name, which) that limits files to 2 kB during some calls of `owner.name`: `which` has
-    their numbers, from 1."""
+    """Returns a function (owner, name, which) that simulates a full disk: during the calls of `owner.name` whose
+    numbers (from 1) are in `which`, no file can grow beyond 2 kB."""
 
     def arrange(owner, name, which):
         function, calls = getattr(owner, name), iter(range(1, 1000))
@@ -497,7 +499,7 @@ def test_full_disk_for_checkpoint_and_weights_reports_the_last_checkpoint(comman
     run = tmp_path / "run"
     assert code == 1 and "Traceback" not in said and f"{run}/model cannot be written either (" in said
     assert "type resume=" in said and "step-00000002.ckpt to continue" in said and not (run / "model").exists()
-    assert summary_of(run)["steps"] == 4  # other files that fit are written
+    assert summary_of(run)["steps"] == 4  # summary.json is written, because it fits
 
 
 def test_full_disk_at_export_keeps_other_files_and_export_can_be_repeated(command, full, tmp_path):
@@ -513,7 +515,7 @@ def test_full_disk_at_export_keeps_other_files_and_export_can_be_repeated(comman
 
 def test_full_disk_while_writing_metrics_is_reported_without_a_traceback(command, tmp_path, monkeypatch):
     def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a stream raises it, without a file name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # without a file name, as in errors of an open file
 
     monkeypatch.setattr(Metrics, "_write", full)
     code, said = command()

@@ -1,5 +1,5 @@
-"""Tests that the docstring of training/build.py lists every file that replaces a module's forward or sets hooks on a
-module."""
+"""Tests that the docstring of training/build.py lists every file outside plan/ that replaces a module's forward or
+class, or that sets hooks on a module or parameter."""
 
 import re
 
@@ -13,7 +13,7 @@ WRAPS = re.compile(
     r"\.forward = (?!None)|(?<!self)\.__class__ = |"
     r"patch\.object\(\w[\w.]*, \"forward\"|\.register_(?!load)[a-z_]*hook\(|\.register_hook\("
 )
-OTHERS = {"plan"}  # traces runs, with separate hooks
+OTHERS = {"plan"}  # folders that are not searched; the planner sets hooks only while it traces a run
 
 
 def wrapping(files) -> set[str]:

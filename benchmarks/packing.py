@@ -41,7 +41,7 @@ from lowmem.techniques.loss.cross_entropy import full
 
 LENGTHS = (11, 2, 17, 10)  # lengths of the documents of a row, in tokens
 ROWS = 2
-EXACT = 1e-5  # largest accepted relative error, which fp32 sums in another order cause
+EXACT = 1e-5  # largest accepted relative error; fp32 sums in another order differ by less
 # family -> why it cannot train on rows of these lengths; part of the verdict
 NOT_MEASURED = {"reformer": "it trains only rows of whole chunks, and documents have other lengths"}
 COLUMNS = ("verdict", "attention", "logits", "gradients", "padded logits", "padded gradients")

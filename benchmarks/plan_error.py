@@ -4,10 +4,9 @@ python -m benchmarks.plan_error          # about 25 minutes on two cores, 8 GiB 
 
 Each row runs train.py in a separate process. The summary.json of this run has the prediction, which is made before the
 weights are loaded, and the measurements of the memory meter. The planner and the meter count live tensors with the same
-tracker. Therefore predictions are also compared with a figure of the operating system, by which the process's peak
-resident memory exceeds its resident memory just before the model was built. Two further predictions deliberately omit
-tensors (the optimizer state, and the activations inside a recomputed block), to show that such an omission gives a
-clearly negative error.
+tracker. Therefore the table also compares with the resident memory of the process, which the operating system measures:
+its peak, minus its value just before the model was built. Two further predictions deliberately omit tensors (the
+optimizer state, and the activations inside a recomputed block). Their errors must be clearly negative.
 """
 
 import argparse

@@ -5,8 +5,8 @@ python -m benchmarks.preference          # about ten minutes on two cores; with 
 
 All runs train the same architecture from random weights, in fp32 with AdamW, on the same pairs or on their chosen
 answers. The figure is the peak of live tensors, including the weights of the trained model and, if the run keeps one,
-of a reference model. TRL is run twice: it computes the log-probabilities of the reference model in each step (its
-default), or before the first step.
+of a reference model. TRL is run twice. One run computes the log-probabilities of the reference model in each step, as
+TRL does by default, and the other run computes all of them before the first step.
 """
 
 import json

@@ -40,7 +40,7 @@ def test_writable_home_folder_sets_no_folder_variable_of_a_library(no_home, monk
     assert not any(name in os.environ for name in home.FOLDERS)
 
 
-def test_every_command_checks_the_home_folder_before_it_runs(monkeypatch):
+def test_cli_start_checks_the_home_folder_before_it_runs_a_command(monkeypatch):
     order = []
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(home, "replace_if_read_only", lambda: order.append("home"))

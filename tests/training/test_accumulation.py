@@ -31,7 +31,7 @@ STEPS = 5  # an epoch has 9 sequences, so a window of 8 sequences is followed by
 @pytest.fixture
 def trained(config, monkeypatch):
     """Returns a function (sequences per micro-batch, micro-batches, dtype, optim) -> (gradients of each step, final
-    weights). The gradients of a step, and the weights, are flattened to one vector."""
+    weights). The weights are one vector, and so are the gradients of a step."""
 
     def run(batch_size, batches, dtype="float64", optim="adamw"):
         if dtype == "float64":

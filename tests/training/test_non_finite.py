@@ -132,7 +132,7 @@ def test_checkpoint_of_weights_made_non_finite_by_an_ignored_gradient_is_refused
         fit("save_every=2")
 
 
-def test_twenty_non_finite_steps_in_a_row_end_a_run_that_skips_them(fit, broken, caplog):
+def test_run_that_skips_non_finite_steps_ends_after_twenty_in_a_row(fit, broken, caplog):
     broken("loss", range(1, 1000))
     with pytest.raises(Refused, match="The 20 steps before it were not finite"):
         fit("on_nonfinite=skip")
@@ -157,7 +157,7 @@ def test_overflow_at_the_smallest_loss_scale_ends_the_run(fit, broken, precision
 
 
 @pytest.mark.parametrize("precision", ["16", "bf16-master", "16-master"])
-def test_gradients_that_are_never_finite_end_a_run_that_skips_them(fit, broken, caplog, precision):
+def test_run_that_skips_non_finite_steps_ends_if_gradients_are_never_finite(fit, broken, caplog, precision):
     broken(GRADIENT, range(1, 1000))
     scale = [f"precision.init_scale={2.0**-10}"] if precision.startswith("16") else []
     with pytest.raises(Refused, match="The 20 steps before it were not finite"):

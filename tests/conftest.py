@@ -1,5 +1,5 @@
-"""Shared fixtures, such as a corpus of 12 files, overrides for a model of 43,264 parameters, and two ways to start a
-run (as a function and as a command)."""
+"""Hooks of pytest, and shared fixtures: for example, a corpus of 12 files, overrides for a model of 43,264 parameters,
+and two ways to start a run in this process (by `fit`, and by `train.py` with its arguments)."""
 
 import base64
 import gc
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: one thread per worker
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread per worker; torch reads the variable when it is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise torch.compile starts a pool of processes
-# torch reads the variable once, at the first matmul on a card, possibly in a test without `deterministic`. The value is
-# torch's default on an H100.
+# torch reads the variable once, at the first matmul on a card, which may be in a test without the fixture
+# `deterministic`. The value is torch's default on an H100.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -30,7 +30,8 @@ import composing
 from lowmem.config import typed_lines as overrides
 from lowmem.system import home
 
-# Processes of `nohup make test &` ignore these signals, so runs would ignore them too, and tests of signals would hang.
+# Processes started by `nohup make test &` ignore these signals. Without these lines, runs would also ignore them, and
+# tests of signals would hang.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -44,8 +45,8 @@ def _composed(lines, name, whole):
 
 
 def composed(lines, name="config", whole=False):
-    """Composes a config once per process, and returns copies. Inside an initialized Hydra, the config is composed
-    again. Hydra takes a tenth of a second per config, which would be a fifth of the time of all tests."""
+    """Composes a config once per process, and returns copies. If Hydra is already initialized, the config is composed
+    again. Hydra needs 0.1 s per config; without the cache, that would be a fifth of the time of all tests."""
     if GlobalHydra.instance().is_initialized():
         return overrides.composed.now(lines, name, whole)
     return pickle.loads(_composed(tuple(lines), name, whole))
@@ -66,7 +67,7 @@ sys.path.insert(0, str(ROOT))  # for `import train`
 # Tests must not use an account or the hub, and must not prompt.
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true")
 os.environ.pop("WANDB_API_KEY", None)
-os.environ.pop("COLUMNS", None)  # otherwise messages that tests search for words would be wrapped
+os.environ.pop("COLUMNS", None)  # would wrap messages, so that tests would not find phrases in them
 
 SMALL = (
     "model.architecture.n_embd=32",
@@ -86,13 +87,13 @@ SMALL = (
     "plan=off",
 )
 
-# Written instead of memory.png.
+# An image of one pixel, which `no_picture` writes as memory.png.
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC")
 
 
 def pytest_collection_finish(session):
-    """Excludes all objects that exist after test collection (millions) from garbage collection, and makes collections
-    less frequent: full garbage collections took a seventh of the time of all tests."""
+    """Excludes the millions of objects that exist after test collection from garbage collection, and makes garbage
+    collections less frequent. Full garbage collections took a seventh of the time of all tests."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(2000, 20, 100)
@@ -105,7 +106,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory) -> Path:
-    """Returns a folder with twelve files of words, which are equal on every machine."""
+    """Returns a folder with twelve text files, whose contents are equal on every machine."""
     folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
     words = ("def", "return", "self", "for", "in", "if", "else", "class", "import", "x", "=", "(", ")", ":", "0", "1")
     for i in range(12):
@@ -116,13 +117,14 @@ def text_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def small(text_folder, tmp_path_factory) -> tuple[str, ...]:
-    """Returns overrides for a run of less than a second."""
+    """Returns overrides for a run that takes less than a second."""
     cache = tmp_path_factory.mktemp("cache")
     return (*SMALL, "data=text", f"data.path={text_folder}", f"cache_dir={cache}")
 
 
 def beside(base: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
-    """Returns the overrides in `base`, followed by `overrides`, which replace overrides of equal keys."""
+    """Returns the overrides in `base`, followed by `overrides`. Leaves out overrides in `base` whose key is in
+    `overrides`, and overrides of keys below `model` if `overrides` choose a model."""
     typed = {key(o) for o in overrides}
     if "model" in typed:  # another model has other architecture keys
         base = tuple(o for o in base if not o.startswith("model."))
@@ -131,8 +133,8 @@ def beside(base: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
 
 @pytest.fixture
 def config(small):
-    """Returns a function: (overrides) -> the config of a small run. The values are not checked, because some tests
-    compute in float64."""
+    """Returns a function: (overrides) -> the config of a small run. The config is not checked, because the check
+    refuses fp64, in which some tests compute."""
 
     def make(*overrides: str, base: tuple[str, ...] = small):
         return Run.from_draft(composed(beside(base, overrides)))
@@ -163,12 +165,12 @@ def command(small, tmp_path, monkeypatch, capsys):
     import train
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:
-        """Args: base: overrides to add, together with the output folders; None: neither is added."""
+        """Args: base: overrides that are added, together with the output folders. None: adds neither."""
         folders = (f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep")
         lines = beside(() if base is None else (*base, *folders), arguments)
         lines = sorted(lines, key=lambda a: not a.startswith("-"))
         monkeypatch.setattr(sys, "argv", ["train.py", *lines])
-        capsys.readouterr()  # drops the output of fixtures
+        capsys.readouterr()  # discard the output of fixtures
         code, said = 0, ""
         try:
             cli.start(train.main)
@@ -191,7 +193,8 @@ def processes():
 
 @pytest.fixture
 def group_of_one():
-    """Yields a gloo group whose only rank is this process. Leaves the group as a run does, to avoid a deadlock."""
+    """Yields a gloo group whose only rank is this process. After the test, leaves the group with `leave`, as a run
+    does, to avoid a deadlock."""
     import torch.distributed as dist
 
     from lowmem.techniques.strategy.process_group import leave
@@ -205,7 +208,8 @@ def group_of_one():
 
 @pytest.fixture
 def deterministic():
-    """Enables deterministic algorithms. Otherwise the backward pass of attention on a card sums in varying order."""
+    """Enables deterministic algorithms. Without them, the backward pass of attention on a card sums in varying
+    order."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -213,7 +217,7 @@ def deterministic():
 
 @pytest.fixture
 def as_for_families():
-    """Silences the libraries and limits torch to one thread, as in the benchmark of architectures."""
+    """Silences the libraries and limits torch to one thread, as the benchmark of architectures does."""
     from benchmarks.architectures import _prepare
 
     threads = torch.get_num_threads()
@@ -230,8 +234,8 @@ def without_units(monkeypatch):
 
 @pytest.fixture
 def as_with_compiler(monkeypatch):
-    """Pretends that a compiler is installed, so that choices that generate code are not refused. Nothing is
-    compiled."""
+    """Makes `shutil.which` find every program, so that choices that need a C++ compiler are not refused. The test must
+    not compile anything."""
     monkeypatch.setattr("lowmem.config.refusals.shutil.which", lambda name: name)
 
 
@@ -249,7 +253,8 @@ def same_seed():
 
 @pytest.fixture(autouse=True)
 def root_handlers():
-    """Removes the handlers that a command leaves on the root logger, because pytest closes their stream."""
+    """Removes the handlers that a command adds to the root logger, because pytest closes the stream to which they
+    write."""
     before = logging.root.handlers.copy()
     yield
     for handler in logging.root.handlers.copy():
@@ -260,19 +265,21 @@ def root_handlers():
 
 @pytest.fixture(autouse=True)
 def no_rates_are_kept(tmp_path_factory, monkeypatch):
-    """Moves the folder of stored rates: rates of a machine that is busy with tests must not be used by later plans."""
+    """Changes the folder in which measured rates are stored, because later plans must not use rates of a machine that
+    was busy with tests."""
     monkeypatch.setattr("lowmem.plan.cost.machine.CACHE", tmp_path_factory.getbasetemp() / "rates")
     monkeypatch.setenv("LOWMEM_RATES", str(tmp_path_factory.getbasetemp() / "rates"))
 
 
 @pytest.fixture
 def sweep(tmp_path) -> Path:
-    """Returns a folder with three finished runs (the second needs more memory and is slower than the first), a failed
+    """Returns a folder with three finished runs (the second needs more memory than the first and is slower), a failed
     run, a running run and two broken runs."""
     return made_runs.sweep(tmp_path / "sweep")
 
 
 @pytest.fixture
 def fifty(tmp_path) -> Path:
-    """Returns a folder with fifty runs that differ in five overrides, some of them long; two runs failed."""
+    """Returns a folder with fifty runs that differ in five overrides, some of which are long. Two of the runs
+    failed."""
     return made_runs.fifty(tmp_path / "fifty-runs-in-a-folder-with-a-long-name")

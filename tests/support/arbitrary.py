@@ -1,4 +1,4 @@
-"""Checks a property with files of arbitrary content."""
+"""Calls a function with drawn arguments, for tests of files with arbitrary content."""
 
 import shutil
 from collections import Counter
@@ -14,10 +14,12 @@ def one_of(*strategies):
 
 
 def outcomes(outcome, strategies, folder, cases, again=False):
-    """Returns result -> how often `outcome(folder, *drawn)` returned it. Each case begins with an empty folder.
+    """Calls `outcome(folder, *drawn)` for each case, with an empty folder. Returns a dict: result -> number of cases
+    with this result.
 
     Args:
-        cases: number of cases.
+        strategies: a strategy for each drawn argument.
+        cases: largest number of cases.
         again: True draws different cases in each call.
     """
     counted = Counter()
@@ -27,7 +29,7 @@ def outcomes(outcome, strategies, folder, cases, again=False):
         derandomize=not again,
         database=None,
         deadline=timedelta(seconds=30),
-        phases=[Phase.generate],  # shrinking a failing case takes minutes
+        phases=[Phase.generate],  # without shrinking, which takes minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(st.tuples(*strategies))

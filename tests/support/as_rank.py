@@ -1,5 +1,5 @@
-"""Lets this process act as each rank of a group in turn. It uses torch's fake process group, whose collectives send
-nothing. `saved_by` writes a checkpoint of several ranks in the steps of `torch.distributed.checkpoint.save`."""
+"""Lets this process act as each rank of a group in turn, with torch's fake process group, whose collectives send
+nothing. `saved_by` writes a checkpoint of several ranks in the same steps as `torch.distributed.checkpoint.save`."""
 
 from contextlib import contextmanager
 
@@ -18,8 +18,8 @@ def as_rank(rank, size, *names):
     """Enters a fake process group as `rank`. Yields its device mesh.
 
     Args:
-        names: name of the mesh's dimension, or nothing. torch caches meshes by name, so different ranks of equal meshes
-            need different names.
+        names: nothing, or a name for the mesh's dimension. torch caches meshes by name, so different ranks of equal
+            meshes need different names.
     """
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
@@ -39,7 +39,8 @@ def part_of(whole, mesh, dim=0):
 
 
 def saved_by(size, folder, tensors, content=None, dim=0):
-    """Writes the checkpoint folder of `size` ranks. Each rank has a shard of every tensor that is not a scalar."""
+    """Writes the checkpoint folder of `size` ranks. Each rank has a shard of every tensor along `dim`, and a copy of
+    every scalar."""
     folder.mkdir(parents=True)
     planners, plans, results = [], [], []
     for rank in range(size):

@@ -1,5 +1,5 @@
-"""Opens pages in Chromium with a given window width. Uses Chromium's debugging pipe, so it needs neither a driver nor a
-network."""
+"""Opens pages in Chromium, in a window of a given width. Controls Chromium over its debugging pipe, which needs neither
+a driver nor a network."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FLAGS = (
 
 
 class Browser:
-    """A browser with one page. Args: profile: a separate folder for the browser's profile."""
+    """A browser with one page. Args: profile: folder for the browser's profile, which no other browser uses."""
 
     def __init__(self, profile: Path) -> None:
         (to_browser, self._out), (self._in, from_browser) = os.pipe(), os.pipe()
@@ -46,7 +46,8 @@ class Browser:
         self.settle()
 
     def run(self, script: str) -> object:
-        """Returns the value of an expression; if it is a promise, the value of the promise."""
+        """Returns the value of a JavaScript expression. If the expression is a promise, returns the value with which
+        the promise is fulfilled."""
         options = {"awaitPromise": True, "returnByValue": True}
         found = self._ask("Runtime.evaluate", expression=script, **options)
         if "exceptionDetails" in found:

@@ -1,4 +1,4 @@
-"""Runs train.py in a separate process, without training. The process claims its output folder at the same time as other
+"""Runs train.py without training, in a separate process that claims its output folder at the same time as other
 processes."""
 
 import os
@@ -11,7 +11,8 @@ def live(root: str, cwd: str, arguments: list[str], together, number: int, claim
     """Runs train.py with `arguments`.
 
     Args:
-        together: a barrier for all processes.
+        together: a barrier of all processes, at the start and before the end.
+        number: number of this process.
         claims: False is a deliberate mistake: the process does not claim its folder.
     """
     sys.path.insert(0, root)
@@ -44,5 +45,5 @@ def live(root: str, cwd: str, arguments: list[str], together, number: int, claim
     try:
         cli.start(train.main)
     except SystemExit:
-        together.wait(60)  # folders stay claimed until all processes have tried
+        together.wait(60)  # folders stay claimed until all processes have tried to claim them
         raise

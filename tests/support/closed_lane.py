@@ -1,10 +1,11 @@
-"""A copy lane that makes memory inaccessible to the program during a copy, so that an access that comes too early
-crashes.
+"""A copy lane that protects the source and the destination of a copy until the copy has run, so that the program
+crashes if it accesses them too early.
 
 Slots, host blocks and staging memory are mapped twice. The program uses the first mapping, and copies use the second. A
-copy runs as late as possible: when the program waits for it. From the call of `copy` until then, `mprotect` makes the
-program's mapping of the destination inaccessible, and its mapping of the source read-only. An access that comes too
-early is a segmentation fault, and `faulthandler` writes its line. Each case therefore runs in a separate process.
+copy runs as late as possible, which is when the program waits for it. From the call of `copy` until the copy has run,
+`mprotect` makes the program's mapping of the destination inaccessible, and its mapping of the source read-only. An
+access that comes too early causes a segmentation fault, and `faulthandler` writes the line of the access. Therefore
+each case runs in a separate process.
 """
 
 import ctypes
@@ -19,12 +20,12 @@ import torch
 from lowmem.offload.copy_lanes import AtOnceLane
 
 CLOSED, READ, OPEN = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
-FEW = 4  # every run has more buffers than this: slots, host blocks and staging memory
+FEW = 4  # every run has more buffers (slots, host blocks and staging memory) than this
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Memory:
-    """A buffer with two mappings: `tensor` for the program, and `other` for copies. Args: size: in bytes."""
+    """A buffer with two mappings, `tensor` for the program and `other` for copies. Args: size: bytes."""
 
     known: ClassVar[dict[int, "Memory"]] = {}  # address of the program's mapping -> buffer
 
@@ -56,7 +57,7 @@ class Memory:
 
 
 class Copy:
-    """A copy that runs when the program waits for it, after the earlier copies in its direction.
+    """A copy that runs when the program waits for it, or for a later copy in the same direction.
 
     Args:
         before: the previous copy in this direction, or None.
@@ -91,7 +92,8 @@ class Copy:
 
 
 class ClosedLane(AtOnceLane):
-    """The copy lane. Args: registers: False makes `register` return a reason, as if memory could not be pinned."""
+    """See the module. Args: registers: False makes `register` return an error message, as if memory could not be
+    pinned."""
 
     registers = True
 
@@ -103,7 +105,7 @@ class ClosedLane(AtOnceLane):
 
     def copy(self, to, source, after):
         with self.lock:
-            down = Memory.of(source) is None  # a gradient
+            down = Memory.of(source) is None  # computed by the device, for example a gradient
             self.last[down] = Copy(self, to.detach(), source.detach(), self.last[down], after)
             return self.last[down]
 
@@ -118,8 +120,8 @@ class ClosedLane(AtOnceLane):
 
 
 class Torch:
-    """Stands in for the module torch. Its `empty` returns `Memory` for uint8 tensors, which host blocks and slots
-    are."""
+    """Stands in for the module torch. Its `empty` returns the tensor of a `Memory` if the dtype is uint8, as for host
+    blocks and slots."""
 
     def __getattr__(self, name):
         return self.empty if name == "empty" else getattr(torch, name)
@@ -130,11 +132,13 @@ class Torch:
 
 
 def live(log, wrong, registers, model, arguments, weights):
-    """Trains one case. Runs in a process that is started for it.
+    """Trains one case, in a process that was started for the case.
 
     Args:
         log: file for the stack of a segmentation fault.
-        wrong: name of a wrong variant in `races.py`, or None.
+        wrong: name of a wrong variant in `races.py`; None: the correct code.
+        registers: see `ClosedLane`.
+        model, arguments, weights: see `races.run`.
     """
     import pytest
 

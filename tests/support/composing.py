@@ -1,8 +1,9 @@
-"""Patches Hydra to compose a config in a fifth of the time if it differs only in typed keys from an earlier config.
+"""Patches Hydra, so that it needs a fifth of the time to compose a config that differs only in typed keys from an
+earlier config.
 
 Hydra first merges the files of the chosen groups, and then sets the typed keys. Many tests choose the same groups and
-type different keys. Therefore the merged files are cached in the process, and each config is a copy. `pickle` copies a
-config in a quarter of the time of `copy.deepcopy`.
+type different keys. Therefore the process caches the merged files, and each config is a copy of them. `pickle` needs a
+quarter of the time of `copy.deepcopy` to copy a config.
 """
 
 import copy
@@ -28,8 +29,8 @@ def install() -> None:
     ConfigLoaderImpl._process_config_searchpath = extend_path_if_asked
     ConfigRepository.load_config = parse_file_once
     OverridesParser.parse_rule = parse_line_once
-    base.parse = _utils.parse = cache(grammar_parser.parse)  # nothing changes the parse trees of interpolations
-    ConfigStore.__deepcopy__ = lambda self, _: self  # loading a config from the store copies it
+    base.parse = _utils.parse = cache(grammar_parser.parse)  # safe to cache, because parse trees are not changed
+    ConfigStore.__deepcopy__ = lambda self, _: self  # loading a config from the store copies the config anyway
 
 
 def places(repo) -> tuple[str, ...]:
@@ -37,7 +38,7 @@ def places(repo) -> tuple[str, ...]:
 
 
 def parse_file_once(self, config_path):
-    """Caches the parsed content of a yaml file, because parsing takes as long as merging."""
+    """Caches the content of a parsed yaml file, because parsing takes as long as merging."""
     key = (*places(self), config_path)
     if key not in _files:
         _files[key] = pickle.dumps(parse_file(self, config_path))
@@ -52,7 +53,7 @@ def parse_line_once(self, line, rule):
 
 
 def extend_path_if_asked(self, config_name, parsed_overrides, repo):
-    """Calls Hydra's extension of the search path only if it may change the path, because it parses the main file
+    """Calls Hydra's extension of the search path only if the call may change the path, because it parses the main file
     again."""
     key = (*places(repo), config_name)
     typed = any(line.get_key_element() == "hydra.searchpath" for line in parsed_overrides)
@@ -64,8 +65,8 @@ def extend_path_if_asked(self, config_name, parsed_overrides, repo):
 
 
 def kept_list(repo, config_name, overrides_list, prepend_hydra, skip_missing):
-    """Caches Hydra's `create_defaults_list`. Its list of files depends only on the choices of groups, so only
-    `config_overrides` are set for each call."""
+    """Caches the results of Hydra's `create_defaults_list`. The list of files depends only on the choices of groups, so
+    only `config_overrides` are set anew in each call."""
     typed = [line for line in overrides_list if not line.is_sweep_override()]
     choices = [line for line in typed if repo.group_exists(line.key_or_group) and not isinstance(line.value(), dict)]
     key = (*places(repo), config_name, prepend_hydra, skip_missing, *(line.input_line for line in choices))

@@ -1,12 +1,12 @@
-"""Twenty conversations with features that chat templates render in different ways.
+"""Defines twenty conversations with features that chat templates render differently.
 
-The conversations are records of `data=chat`. They have system prompts, several answers, tools and calls, reasoning, an
-empty turn, several scripts, code, and white space around contents.
+Each conversation is a record of `data=chat`. Among the features are system prompts, several answers, tools and calls,
+reasoning, an empty turn, several scripts, code, and white space around contents.
 """
 
 
 def said(*contents: str) -> list[dict]:
-    """Returns messages with these contents, alternately of the user and the assistant."""
+    """Returns messages with these contents. The user and the assistant alternate, beginning with the user."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 

@@ -2,20 +2,22 @@
 
 A card computes asynchronously until the host reads a number that the card may not have computed yet: by `.item()`,
 `bool(tensor)`, `tensor.tolist()`, or an operator whose output size depends on values (`nonzero`, a boolean index).
-`DeviceReads`, a dispatch mode, sees the operators in READS and INDEXED. `Methods` sees `tolist` and `cpu`, which call
-no operator on a CPU. Both record a call only if a tensor of the *device side* is read.
+`DeviceReads`, a dispatch mode, records the operators in READS, and the operators in INDEXED if an index is a mask.
+`Methods` records `tolist` and `cpu`, which call no operator on a CPU. A call is recorded only if a tensor argument is
+on the *device side*.
 
-On a CPU all tensors have the device "cpu", so each storage is assigned to a side. A storage is on the host side if
+On a CPU, all tensors have the device "cpu", so this module assigns each storage to a side. A storage is on the host
+side if
 
 - the ledger of the memory meter says so (fp32 masters and their optimizer state), or it was made in `host_side()`,
-- it is staging memory or registered memory of the lane, or the link's thread made it,
+- it is staging memory or registered memory of the lane, or the link's "host-step" thread made it,
 - the loader made it (moving a micro-batch to the device makes a copy, as on a card),
 - it is the step count of an optimizer that is not fused (torch keeps this count in host memory even with a card),
 - or an operator made it from tensors that are all on the host side.
 
-Every other storage is on the device side. So reading a host tensor that is not in this list makes a test fail, but no
-device tensor passes for a host tensor. Weights and gradients go through staging memory and a thread, as with a card.
-Waits without a read are not recorded: for an event, for the link, and for copies from memory that is not pinned.
+Every other storage is on the device side. Therefore reading a host tensor of another kind makes a test fail, but no
+device tensor is taken for a host tensor. Weights and gradients go through staging memory and a thread, as with a card.
+Other waits (for an event, for the link, and for copies from memory that is not pinned) are not recorded.
 """
 
 import threading
@@ -56,8 +58,8 @@ METHODS = {Tensor.tolist, Tensor.cpu}  # not `numpy`: CUDA tensors do not suppor
 
 
 class Read(NamedTuple):
-    """A read of a device tensor. Args: window: number of the optimizer step, from 1; line: file:line of the innermost
-    caller that is not in NOT_THE_CALLER."""
+    """A read of a device tensor. Args: window: number of the optimizer step, from 1; line: "file:line" of the innermost
+    frame whose file no part of NOT_THE_CALLER matches; call: name of the operator or method."""
 
     window: int
     line: str
@@ -70,7 +72,7 @@ class DeviceReads(StorageTracker):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.lock = threading.RLock()  # the link's thread also uses this mode
+        self.lock = threading.RLock()  # the "host-step" thread also uses this mode
         self.window: int | None = None
         self.seen: list[Read] = []
 
@@ -100,7 +102,7 @@ class DeviceReads(StorageTracker):
 
     def lines(self, window: int, of_model: bool = False) -> Counter[str]:
         """Returns line -> number of its reads of device tensors in a window. Args: of_model: True counts only lines in
-        transformers, False only other lines."""
+        transformers; False counts only other lines."""
         return Counter(read.line for read in self.seen if (read.window, read.of_model) == (window, of_model))
 
 
@@ -114,7 +116,8 @@ def reads_a_number(func: object, args: tuple) -> bool:
 
 
 class Methods(TorchFunctionMode):
-    """A function mode that records calls of METHODS: they copy a tensor to the host, but call no operator on a CPU."""
+    """A function mode that records calls of METHODS, which copy a tensor to the host. A dispatch mode does not see
+    them, because they call no operator on a CPU."""
 
     def __init__(self, reads: DeviceReads) -> None:
         super().__init__()
@@ -146,10 +149,10 @@ class Lane(AtOnceLane):
 
 @contextmanager
 def as_on_a_card() -> Iterator[DeviceReads]:
-    """Yields a `DeviceReads` that records the reads of a run in this context. The run copies gradients and weights as
-    on a card."""
+    """Yields a `DeviceReads` that records the reads of a run in this context. The run copies gradients and weights over
+    a lane, as on a card."""
     reads = DeviceReads()
-    modes = []  # for the link's thread
+    modes = []  # a function that returns the modes of this thread, for "host-step"
     window, to, work, begins = WindowLoader._window, MicroBatch.to, StagedLink._work, MemoryMeter.on_train_batch_start
 
     def loaded(*arguments):

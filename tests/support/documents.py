@@ -6,11 +6,11 @@ from lowmem.data.token_store import Split
 
 
 def split(*documents, learned=None):
-    """Returns a split of these documents, in which each token counts 3 bytes of text.
+    """Returns a split of these documents, in which each token stands for 3 bytes of text.
 
     Args:
         documents: token ids of each document.
-        learned: for each document, a bool per token: True if the token is learned. None: all tokens are learned.
+        learned: for each document, bools of its tokens, True if the token is learned; None: all tokens are learned.
     """
     ends = np.cumsum([len(document) for document in documents])
     bits = None if learned is None else np.packbits(np.concatenate(learned).astype(bool))

@@ -1,4 +1,4 @@
-"""Trains in a separate process that kills itself with SIGKILL at a given moment."""
+"""Trains in a separate process, which kills itself with SIGKILL at a given moment."""
 
 import io
 import os
@@ -16,9 +16,9 @@ def live(root: str, overrides: list[str], folder: str, moment: tuple[str, int] |
     """Trains until the moment of the kill.
 
     Args:
-        moment: (place as named in `_arrange`, number of times that the run passes the place before it is killed there);
-            None: the run is not killed. At "in the last evaluation" and "in the export", the run is killed the first
-            time.
+        moment: (place as named in `_arrange`, number of times that the run passes the place before the run is killed
+            there); None: the run is not killed. The number has no effect at "in the last evaluation" and "in the
+            export", where the run is killed the first time.
         renames: False is a deliberate mistake: checkpoints are written in place, without a final rename.
     """
     from hydra import compose, initialize_config_dir

@@ -1,5 +1,5 @@
-"""Makes virtual environments with further packages. These environments also have the packages of this environment,
-which their own packages override."""
+"""Makes virtual environments with additional packages. A new environment also sees the packages of this environment,
+but its own packages take precedence."""
 
 import os
 import subprocess
@@ -11,13 +11,14 @@ import pytest
 
 
 def python_with(place: Path, *packages: str, variable: str, dependencies: bool = False) -> str:
-    """Returns the Python of an environment with these packages. Skips the test if they cannot be installed, for example
-    without a network.
+    """Returns the Python of an environment with these packages. Skips the test if the packages cannot be installed, for
+    example without a network.
 
     Args:
         place: folder in which the environment is made.
-        variable: environment variable. If it is set, it names a Python with these packages, which is returned instead.
-        dependencies: True also installs dependencies of the packages that this environment lacks.
+        variable: name of an environment variable. If the variable is set, its value is returned: a Python that has
+            these packages.
+        dependencies: True also installs those dependencies of the packages that this environment lacks.
     """
     if given := os.environ.get(variable):
         return given

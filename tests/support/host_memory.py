@@ -1,4 +1,4 @@
-"""Measures the memory of a test: resident memory of the process, and live tensors."""
+"""Measures the resident memory of the process, and the bytes of live tensors."""
 
 import ctypes
 import gc
@@ -16,25 +16,28 @@ linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc
 
 
 def resident(kind):
-    """Returns the resident bytes of this process. Args: kind: RssAnon (anonymous memory) or RssFile (mapped files)."""
+    """Returns the resident bytes of this process. Args: kind: "RssAnon" (anonymous memory) or "RssFile" (mapped
+    files)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
     return int(line.split()[1]) * 1024
 
 
 def mapped_from(size):
-    """Sets the size in bytes from which malloc maps new memory instead of using the heap. A no-op without glibc."""
+    """Sets the smallest size in bytes for which malloc maps new memory instead of using the heap. A no-op without
+    glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, size)  # M_MMAP_THRESHOLD
 
 
 class Highest:
-    """Context manager that measures `rise`: the largest increase of `RssAnon` since the start, in bytes. It first trims
-    the heap and makes malloc map large tensors, so that memory freed by earlier tests does not change the result."""
+    """Context manager that measures `rise`, the largest increase of `RssAnon` above its value at the start, in bytes.
+    First trims the heap and makes malloc map large tensors, so that memory that earlier tests freed does not change the
+    result."""
 
     def __enter__(self):
         gc.collect()
-        trim()  # malloc would reuse free heap memory, which is already resident
+        trim()  # otherwise malloc would reuse free heap memory that is already resident
         mapped_from(1 << 18)
         self.rise, self.over, start = 0, threading.Event(), resident("RssAnon")
 
@@ -53,7 +56,8 @@ class Highest:
 
 
 def peak(model, forward, inputs=()):
-    """Returns the peak of live bytes in forward and backward, without weights, inputs and their gradients."""
+    """Returns the peak of the bytes of live tensors during `forward` and its backward pass, without weights, `inputs`
+    and their gradients."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     outside = [t for p in [*model.parameters(), *inputs] for t in (p, p.grad) if t is not None]

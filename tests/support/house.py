@@ -1,9 +1,10 @@
 """Checks three rules of the architecture that ruff cannot check. `make lint` runs this script.
 
-- Code must not compare a value with the name of a technique, or look into the name of a technique's class. Instead, a
-  technique declares its properties.
-- Code must not test whether an object has a member of lowmem's classes (`hasattr(x, "chat")`). Instead, the base class
-  has the member, with a default. A line that tests an object of another library ends with `# theirs`.
+- Code must not compare a value with the name of a technique or of its class. Instead, a technique declares its
+  properties.
+- Code must not test whether an object has a member that a class of lowmem defines (`hasattr(x, "chat")`). Instead, the
+  base class has the member, with a default. A line that contains `# theirs` is exempt, because it tests an object of
+  another library.
 - Top-level classes of two files must not share a name, so that a search for a name finds one class.
 """
 
@@ -12,20 +13,20 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ASKS = {("hasattr", 2), ("getattr", 3)}  # number of arguments; a getattr without a default raises an error
+ASKS = {("hasattr", 2), ("getattr", 3)}  # (function, number of arguments with which it tests for a member)
 ENDS = {"startswith", "endswith"}
-CLASS = {"target", "_target_"}  # attributes and keys of a choice that name its class
-EVERYWHERE = {"auto"}  # names of techniques that are also values of many keys
+CLASS = {"target", "_target_"}  # attributes that hold the name of a class
+EVERYWHERE = {"auto"}  # names of techniques that many keys also have as a value
 
 
 def techniques(source: Path, conf: Path) -> set[str]:
-    """Returns the names of all choices, except EVERYWHERE, of the groups that have a folder in techniques/."""
+    """Returns the names of the choices of all groups that have a folder in techniques/, without EVERYWHERE."""
     groups = (room.name for room in (source / "techniques").iterdir() if room.is_dir())
     return {file.stem for group in groups for file in (conf / group).glob("*.yaml")} - EVERYWHERE
 
 
 def wrong(source: Path, names: set[str]) -> Iterator[str]:
-    """Yields a message for each place under `source` that breaks a rule. Args: names: names of techniques."""
+    """Yields a message for each line under `source` that breaks a rule. Args: names: names of techniques."""
     files = {file: file.read_text(encoding="utf-8") for file in sorted(source.rglob("*.py"))}
     trees = {file: ast.parse(text) for file, text in files.items()}
     own = {name for tree in trees.values() for name in members(tree)}
@@ -57,12 +58,13 @@ def same_names(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
 
 
 def compared(node: ast.AST) -> set[str]:
-    """Returns the string constants in the expressions that `sides` yields."""
+    """Returns the values of the string constants among the nodes that `sides` yields."""
     return {part.value for part in sides(node) if isinstance(part, ast.Constant) and text(part)}
 
 
 def sides(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes of the expressions that a comparison, a `case`, a startswith or an endswith compares."""
+    """Yields all nodes of the expressions that a node compares: a comparison, a `case`, or a call of startswith or
+    endswith. Yields nothing for other nodes."""
     if isinstance(node, ast.Compare):
         both = [node.left, *node.comparators]
     elif isinstance(node, ast.MatchValue):
@@ -80,15 +82,15 @@ def text(node: ast.Constant) -> bool:
 
 
 def asked(node: ast.AST) -> set[str]:
-    """Returns the name of the member that a hasattr, or a getattr with a default, asks for; an empty set for other
-    nodes."""
+    """Returns a set with the name of the member that a call of hasattr, or of getattr with a default, asks for. The set
+    is empty for other nodes."""
     if not isinstance(node, ast.Call) or (ast.unparse(node.func), len(node.args)) not in ASKS:
         return set()
     return {node.args[1].value} if isinstance(node.args[1], ast.Constant) else set()
 
 
 def members(tree: ast.AST) -> Iterator[str]:
-    """Yields the names of methods, and of attributes that are assigned in a class body or to `self`."""
+    """Yields the names of methods, and of attributes that a class body or an assignment to `self` defines."""
     for ours in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         for line in ours.body:
             if isinstance(line, ast.FunctionDef):

@@ -1,4 +1,5 @@
-"""Runs jobs in several processes over gloo. Every process takes part in every job, one job after another."""
+"""Runs jobs one after another in several processes, which communicate over gloo. Every process takes part in every
+job."""
 
 import multiprocessing
 import os
@@ -18,7 +19,8 @@ LIMIT = 100  # time limit for each answer, in seconds
 
 
 class Job(NamedTuple):
-    """A run. Args: lines: overrides; folder: run folder; at: names in AT of changes that are made before the run."""
+    """A run. Args: lines: overrides; folder: run folder; at: keys of AT, the changes of the code that are made before
+    the run."""
 
     lines: tuple[str, ...]
     folder: Path
@@ -26,8 +28,8 @@ class Job(NamedTuple):
 
 
 def several(size: int, *jobs: Job) -> list[list[str]]:
-    """Runs the jobs on `size` ranks. Returns the answers of each rank: for each job "" or the traceback of an error. A
-    rank that has died, or does not answer in time, has fewer answers."""
+    """Runs the jobs on `size` ranks. Returns the answers of each rank: for each job, "" or the traceback of its error.
+    A rank that has died, or does not answer in time, has fewer answers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lowmem.fit", "lives"])
     ports, calls, processes = [free_port() for _ in jobs], [], []
@@ -77,7 +79,7 @@ def live(job: Job, size: int = 1) -> None:
         stack.enter_context(patch("lowmem.report.picture.memory_picture", lambda file, *_: file.write_bytes(b"")))
         if "as typed" not in job.at:
             stack.enter_context(patch("lowmem.techniques.loss.cross_entropy.full", _loss))
-            stack.enter_context(patch("lowmem.fit.check", lambda *_: None))  # because the check refuses fp64
+            stack.enter_context(patch("lowmem.fit.check", lambda *_: None))  # it would refuse fp64
         for name in job.at:
             AT[name](stack)
         fit(run_of((*job.lines, devices)), job.folder)
@@ -93,7 +95,7 @@ def _loss(model, micro_batch):
 
 
 def _saves_at_once(stack):
-    """Saves a checkpoint of the loaded state before the first step of a run."""
+    """Makes a run save a checkpoint of its loaded state before the first step."""
     from lowmem.saving.checkpoint import Checkpoints
 
     start = Checkpoints.on_train_start
@@ -114,7 +116,7 @@ def _forgets_state(stack):
 
 
 def _second_rank_at(step: int, does):
-    """Returns a change that calls `does` on rank 1 while it writes the checkpoint of a step."""
+    """Returns a change for AT: rank 1 calls `does` before it writes each tensor of the checkpoint of a step."""
 
     def arrange(stack):
         from lowmem.saving import checkpoint_folder

@@ -43,14 +43,14 @@ def finished(folder: Path, overrides: list[str], peak: int = 800 * MIB, speed: f
     return folder
 
 
-# (file, its content or the keys to replace in its JSON), as left by runs that were interrupted, killed while they
-# wrote, or made by another version
+# (file, its content, or a dict of the keys to replace in its JSON). Such files are left by runs that were interrupted,
+# were killed while they wrote a file, or were made by another version.
 DAMAGES = (
     *(("summary.json", {"validation": []} | more) for more in ({}, {"interrupted": True, "val_loss": None})),
     *(("summary.json", {key: value}) for key in ("val_loss", "tokens_per_second") for value in (None, "x", math.nan)),
     *(("summary.json", {"peak_bytes": value}) for value in (None, [], {"device": None}, {"device": math.inf})),
     *(("summary.json", {"peak_bytes_by_category": value}) for value in (None, [1], {"weights": None, "other": 1})),
-    ("summary.json", {"tokens_per_second": 0.0, "seconds_per_step": None}),  # as of a run without steps
+    ("summary.json", {"tokens_per_second": 0.0, "seconds_per_step": None}),  # of a run without steps
     ("summary.json", {"predicted": {"phases": {"step": {"device": None, "host": 0}}}}),
     ("summary.json", {"device": None, "drive": [], "ranks": {}}),
     *(("summary.json", text) for text in ('{"interrupted": false, "overr', "[]", "", b"\xff\xfe")),
@@ -63,7 +63,7 @@ DAMAGES = (
 
 
 def damaged(folder: Path) -> list[str]:
-    """Makes a complete run, and a run for each of DAMAGES. Returns the names of their folders."""
+    """Makes an undamaged run, and a run with each of DAMAGES. Returns the names of their folders."""
     finished(folder / "0", ["lr=0.001"])
     for number, (file, content) in enumerate(DAMAGES, start=1):
         path = finished(folder / str(number), ["lr=0.001"]) / file
@@ -77,7 +77,7 @@ LONG = "data.path=a/folder/whose/name/is/longer/than/any/label/of/an/axis/"
 
 
 def written_here(folder: Path) -> None:
-    """Records in the run folder that the run's process was on this machine."""
+    """Records in the run folder that the process of the run was on this machine."""
     with (folder / ".hydra" / "hydra.yaml").open("a") as file:
         file.write(f"  callbacks:\n    claim:\n      host: {platform.node()}\n")
 

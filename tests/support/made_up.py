@@ -16,7 +16,7 @@ WATCHDOG = (
 
 
 class SlowLane:
-    """A copy lane whose copies run later, one after another on a separate thread. Computation is synchronous."""
+    """A copy lane that runs its copies later, one after another, in a separate thread. Computation is synchronous."""
 
     registers = True
 
@@ -52,8 +52,8 @@ class SlowLane:
 
 
 class LateLane(SlowLane):
-    """A copy lane whose copies take random times on four threads, so that copies overtake each other unless they wait
-    for an event."""
+    """A copy lane that runs its copies in four threads after random delays, so that a copy may overtake another unless
+    it waits for an event."""
 
     def __init__(self, seed):
         super().__init__()
@@ -73,9 +73,9 @@ class LateLane(SlowLane):
 
 
 class ClockLane:
-    """A copy lane with a simulated clock. Copying a block takes `copying` units of time, blocks are copied one after
-    another, and `computes` advances the clock. The host never runs ahead of the device, which is the worst case for
-    prefetching."""
+    """A copy lane with a simulated clock. Copying a block takes `copying` units of time. Blocks are copied one after
+    another. `computes` advances the clock by the duration of a computation. The host never runs ahead of the device,
+    which is the worst case for prefetching."""
 
     registers = False
 
@@ -93,7 +93,7 @@ class ClockLane:
 
     def copy(self, to, source, after):
         to.copy_(source)
-        if to.dtype != torch.uint8:  # a few rows of the embedding
+        if to.dtype != torch.uint8:  # rows of the embedding: few bytes, so no time passes
             return At(self.now)
         self.link_free = max(self.link_free, self.now, after.time) + self.copying
         return At(self.link_free)
@@ -138,7 +138,8 @@ class Allocator:
         self.resets += 1
 
     def install(self, monkeypatch):
-        """Makes the memory meter query this allocator, as if runs were on a card. `monkeypatch` restores the meter."""
+        """Makes the memory meter query this allocator, as if runs were on a card. The end of the test restores the
+        meter."""
         from lowmem.memory.meter import MemoryMeter  # imported here, because it imports Lightning
 
         monkeypatch.setattr(torch.cuda, "memory_stats", self.stats)

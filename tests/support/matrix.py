@@ -1,8 +1,9 @@
-"""Lists features with which training on several devices must give the results of one process. Each feature has a test
-case and the tolerances of the comparison.
+"""Lists features with which training on several devices must give the results of one process. For each feature, the
+list has a test case and the tolerances of the comparison.
 
-In fp64, rounding is too small to hide an error. In fp32 with plain SGD, only the order of sums differs. With 16-bit
-matmuls or weights, each rank also rounds its own sums, over a part of the rows.
+In fp64, rounding is too small to hide an error. In fp32 with plain SGD, several devices differ from one process only by
+the order of sums. With 16-bit matmuls or weights, each rank also rounds its own sums, which are over a part of the
+rows.
 """
 
 import json
@@ -24,24 +25,24 @@ STRATEGIES = {
     "fsdp_tensor_parallel": ("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=2", "devices=4"),
 }
 FP64 = {"gradients": 1e-9, "weights": 1e-9}
-# Relative to the largest element, which is some hundred times as large as the smallest element that matters. fp32
+# Errors are relative to the largest element, although elements that are hundreds of times smaller also matter. fp32
 # rounds by 2**-24.
 FP32 = {"gradients": 1e-4, "weights": SGD_FP32}
 IN_BF16 = {"gradients": BF16, "weights": BF16}
 IN_FP16 = {"gradients": FP16, "weights": FP16}
-# For 8-bit optimizer state: an 8-bit code that is off by one changes an element's update by a part of the step
+# for 8-bit optimizer state, in which a code that is off by one changes an element's update by a part of the step
 IN_8_BITS = {"gradients": UPDATE["optim=adam8bit"][0], "weights": UPDATE["optim=adam8bit"][0]}
 
 WINDOWS = (
     "accumulation=fixed",
     "accumulation.batches=2",
-)  # 8 rows, then a window of 1 row, so a rank has none
+)  # a window of 8 rows, then a window of 1 row, in which some ranks have no row
 CLIP = "clip=0.5"
 SCALED = "precision.init_scale=4096"
 
 
 def features(folder: Path) -> dict[str, tuple[Case, dict[str, float]]]:
-    """Returns name of a feature -> (case, tolerances). Args: folder: the folder that `written` has filled."""
+    """Returns a dict: feature -> (case, tolerances). Args: folder: the folder that `written` has filled."""
     text, tokenizer = places(folder)
     exact, plain = Case((*WINDOWS, *EXACT, CLIP)), Case((*WINDOWS, *PLAIN, CLIP))
 
@@ -118,7 +119,7 @@ def typed(case: Case, strategy: str, timeout: int = 40) -> Case:
 
 
 def why_not(case: Case) -> str | None:
-    """Returns the message with which the config of a case is refused, or None."""
+    """Returns the message with which the config of a case is refused; None if the config is not refused."""
     return next(iter(refused(composed(case))), None)
 
 

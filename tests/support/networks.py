@@ -1,4 +1,4 @@
-"""Small models that several tests train, a loss in fp64, and a stand-in for a tokenizer."""
+"""Defines small models that several tests train, a loss in fp64, and a stand-in for a tokenizer."""
 
 import torch
 from torch import nn
@@ -30,8 +30,8 @@ def network(model_type="gpt2", **changes):
 
 
 def shaped(model_type, layers=5, dropout=0.0):
-    """Returns a small model of an architecture. Args: layers: number of blocks; dropout: probability for all kinds of
-    dropout in the architecture."""
+    """Returns a small model of an architecture. Args: layers: number of blocks; dropout: probability of each kind of
+    dropout that the architecture has."""
     changes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": WIDTH}, "gpt2": {"n_layer": layers}}.get(model_type, {})
     if model_type != "gpt2":
         changes["num_hidden_layers"] = layers
@@ -41,7 +41,8 @@ def shaped(model_type, layers=5, dropout=0.0):
 
 
 def fp64_loss(model: nn.Module, batch):
-    """Returns the summed cross entropy, computed in the dtype of the logits, whereas `full` computes it in fp32."""
+    """Returns the summed cross entropy in the dtype of the logits, whereas `full` computes the cross entropy in
+    fp32."""
     logits = model(**batch.inputs, use_cache=False).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 

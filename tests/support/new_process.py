@@ -1,7 +1,7 @@
 """Runs a test that measures memory in a new process.
 
-Earlier tests leave a fragmented heap. New tensors would fill its gaps without increasing resident memory, so a
-measurement in the pytest worker would depend on its earlier tests.
+Earlier tests leave a fragmented heap, whose gaps new tensors fill without increasing resident memory. Therefore a
+measurement in a pytest worker would depend on the tests that the worker ran before.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pytest
 
 def in_a_new_process(test):
     """Decorator that runs a test in a new process. The test's arguments must be picklable, except `monkeypatch`, which
-    the new process creates."""
+    is made in the new process."""
     parameters = inspect.signature(test).parameters
 
     @functools.wraps(test)
@@ -42,6 +42,6 @@ def _live(saying, module, name, arguments):
         own = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}
         try:
             test(**arguments, **own)
-        except BaseException:  # also AssertionError and pytest's outcomes
+        except BaseException:  # includes pytest's outcomes, such as a skip
             failure = traceback.format_exc()
     saying.send(failure)

@@ -1,4 +1,5 @@
-"""Prints pip pins for `make test-oldest`: of each dependency, the lowest version that pyproject.toml allows."""
+"""Prints requirements for `make test-oldest`, which pin each dependency to the lowest version that pyproject.toml
+allows."""
 
 import re
 import tomllib

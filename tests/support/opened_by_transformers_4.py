@@ -1,6 +1,7 @@
 """Opens exported folders with transformers 4. test_transformers_4.py runs this script in a separate environment.
 
-For each folder, writes the logits for its `ids.pt` and the tokens of TEXT to `theirs.pt`.
+For each folder, writes `theirs.pt` with the model's logits for the ids in `ids.pt`, and the tokenizer's tokens for
+TEXT.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""The oracle, a reference implementation of training: plain fp32 PyTorch, with one large batch per optimizer step, and
-with update rules written from their papers.
+"""The oracle, a reference implementation of training in plain PyTorch in fp32. It computes each optimizer step from one
+large batch, with update rules that are written from their papers.
 
 The oracle imports nothing from lowmem; it gets the model as an argument.
 """
@@ -19,11 +19,11 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
     Args:
         model: model with the initial weights in fp32; a copy is trained.
-        read: function of sequence indices that returns (input_ids, labels), or other arguments of `mean_loss`. A label
-            of -100 is not learned.
+        read: function of sequence indices that returns the arguments of `mean_loss` after the model: (input_ids,
+            labels) for `mean_of_tokens`, which ignores labels of -100.
         windows, sequences: see `order`.
         rule: function of (p, gradient, state, step from 1, lr, decay, role) that returns the new p.
-        held_in: dtype to which weights are rounded after every step.
+        held_in: dtype to which each updated weight is rounded after every step; the rounded values are stored in fp32.
         mean_loss: function of (model, *result of read) that returns the loss; None: `mean_of_tokens`.
     """
     mean_loss = mean_loss or mean_of_tokens
@@ -47,8 +47,8 @@ def train(model, read, windows, sequences, rule, lr, weight_decay, clip, held_in
 
 @torch.no_grad()
 def losses(model, read, windows, sequences, weights, mean_loss=None):
-    """Returns the loss of each window. Args: weights: for each window, the weights by name before its step. Other
-    arguments as in `train`."""
+    """Returns the loss of each window. Args: weights: for each window, the weights before its step, by name. The other
+    arguments are described in `train`."""
     mean_loss = mean_loss or mean_of_tokens
     model, found = copy.deepcopy(model).train(), []
     for indices, given in zip(order(windows, sequences), weights, strict=False):
@@ -59,10 +59,10 @@ def losses(model, read, windows, sequences, weights, mean_loss=None):
 
 
 def order(windows, sequences):
-    """Yields the indices of the sequences of each window. No window reaches into the next epoch.
+    """Yields the indices of the sequences of each window. A window has sequences of one epoch only.
 
     Args:
-        windows: for each window, its largest number of sequences.
+        windows: for each window, its number of sequences, which may be smaller at the end of an epoch.
         sequences: number of sequences per epoch.
     """
     left, epoch = [], 0
@@ -85,8 +85,8 @@ def role(name, p):
 
 class LowRank(nn.Module):
     """A linear layer with LoRA: W x + alpha / r B A x + bias. With magnitudes m (DoRA), each row of W + alpha / r B A
-    is scaled to the length in m; the backward pass takes the length before scaling as a constant. Parameters have
-    PEFT's names."""
+    is scaled to the norm that m has for the row; the backward pass treats the row's norm before scaling as a constant.
+    Parameters have PEFT's names."""
 
     def __init__(self, base, start, prefix, scale):
         super().__init__()
@@ -108,7 +108,7 @@ class LowRank(nn.Module):
 
 def adapt(model, start, alpha, r):
     """Replaces every linear layer except the head by a `LowRank` layer. Only the adapter's weights are trained. Args:
-    start: name -> initial weight of the adapter."""
+    start: name of a weight of the adapter -> its initial value. A layer has magnitudes only if `start` has them."""
     for p in model.parameters():
         p.requires_grad_(False)
     layers = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"}
@@ -135,7 +135,8 @@ def lion(p, g, state, step, lr, decay, role):
 
 
 def adafactor(p, g, state, step, lr, decay, role):
-    """Adafactor without momentum and without relative step sizes. Updates are clipped to an RMS of 1."""
+    """Adafactor without momentum and without relative step sizes. Updates with an RMS above 1 are scaled to an RMS of
+    1."""
     beta, square = 1 - step**-0.8, g * g + 1e-30
     if p.dim() == 2:
         rows = state["rows"] = beta * state.get("rows", 0) + (1 - beta) * square.mean(1)
@@ -149,8 +150,8 @@ def adafactor(p, g, state, step, lr, decay, role):
 
 
 def muon(p, g, state, step, lr, decay, role):
-    """Muon: Nesterov momentum, orthogonalized in five quintic iterations. The RMS of an orthogonal matrix is 1 /
-    sqrt(larger side), so the factor sqrt(larger side) makes it 1."""
+    """Muon: Nesterov momentum, orthogonalized in five quintic iterations. The RMS of the elements of an orthogonal
+    matrix is 1 / sqrt(larger side), so the update is multiplied by sqrt(larger side), which makes its RMS about 1."""
     if role != "matrix":
         return adamw(p, g, state, step, lr, decay, role)
     m = state["m"] = 0.95 * state.get("m", 0) + 0.05 * g
@@ -165,5 +166,5 @@ def orthogonal(x):
     return x
 
 
-# The update rules of optimizers in conf/optim that are not variants of AdamW.
+# optimizer of conf/optim -> its update rule, for optimizers that are not variants of AdamW
 RULES = {"lion8bit": lion, "adafactor": adafactor, "sgd": sgd, "muon": muon}

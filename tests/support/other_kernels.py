@@ -1,11 +1,11 @@
-"""Runs the tests with the mark `kernels` and without the mark `matrix`, once per setting of the math libraries. `make
-test-kernels` runs it.
+"""Runs the tests that have the mark `kernels` but not the mark `matrix`, once per setting of the math libraries. This
+script is run by `make test-kernels`.
 
 Processors have different kernels, which sum and round in different orders, so a bound that holds with one kernel may
-fail with another. Four environment variables select other kernels: ATEN_CPU_CAPABILITY for torch's operators,
-ONEDNN_MAX_CPU_ISA for 16-bit matmuls, MKL_CBWR for fp32 matmuls, and OMP_NUM_THREADS for all of these. A setting
-changes one variable. `--shard=2/9` runs every ninth setting, beginning with the second; other arguments are passed to
-pytest.
+fail with another. Four environment variables select other kernels or another order of sums: ATEN_CPU_CAPABILITY for
+torch's operators, ONEDNN_MAX_CPU_ISA for 16-bit matmuls, MKL_CBWR for fp32 matmuls, and OMP_NUM_THREADS for all of
+these operators. A setting sets one of the variables. OMP_NUM_THREADS is 1 in all settings of the other variables.
+`--shard=2/9` runs every ninth setting, beginning with the second. Other arguments are passed to pytest.
 """
 
 import argparse
@@ -30,19 +30,20 @@ SETTINGS = (
     ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "avx512_bf16"),
     ("MKL_CBWR", "COMPATIBLE", None),
 )
-SLEEPING = {"OMP_WAIT_POLICY": "passive"}  # on shared cores, spinning threads take 30 times as long as sleeping ones
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}  # on shared cores, tests take 30 times as long if waiting threads spin
 ROW = "{:<36}{:>8}{:>8}{:>9}"
 
 
 def units() -> set[str]:
-    """Returns the words of /proc/cpuinfo, which include the processor's flags; an empty set if the file does not
-    exist."""
+    """Returns the words of /proc/cpuinfo, which include the processor's flags. If the file does not exist, returns an
+    empty set."""
     file = Path("/proc/cpuinfo")
     return set(file.read_text().split()) if file.exists() else set()
 
 
 def counts(output: str) -> tuple[int, int]:
-    """Returns (passed tests, failures and errors), read from the end of pytest's output."""
+    """Returns (number of passed tests, number of failures and errors), which are read from the end of pytest's
+    output."""
     found = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", output[-200:])}
     return found.get("passed", 0), found.get("failed", 0) + found.get("error", 0)
 

@@ -1,5 +1,5 @@
-"""Parses README.md and docs/. Each checker returns one kind of errors in a page: wrong commands, keys, names, files or
-figures."""
+"""Parses README.md and docs/. Each checker returns the errors of one kind in a page, such as refused commands or names
+that do not exist."""
 
 import re
 import shlex
@@ -30,7 +30,8 @@ FILES = (".png", ".csv", ".json", ".md", ".txt", ".py", ".yaml", ".yml", ".html"
 
 
 def code(text: str) -> Iterator[str]:
-    """Yields each line of shell code, each indented line, and each span in backticks."""
+    """Yields each line of fenced shell code (or fenced code without a language), each indented line, and each span in
+    backticks."""
     for language, _, block in FENCED.findall(text):
         if language in ("", "sh"):
             yield from block.splitlines()
@@ -40,7 +41,8 @@ def code(text: str) -> Iterator[str]:
 
 
 def overrides(text: str) -> dict[tuple[str, str], None]:
-    """Returns the different (key, value) of the overrides on a page, in order. Lines with -sc are skipped."""
+    """Returns the pairs (key, value) of the overrides on a page without duplicates, in order. Skips lines with -sc
+    (shell completion)."""
     lines = (line for line in code(text) if " -sc " not in line)
     return dict.fromkeys(found for line in lines for found in OVERRIDE.findall(line))
 
@@ -51,14 +53,15 @@ def inline(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Returns the different commands of train.py, plan.py and compare.py, except commands with a <placeholder>."""
+    """Returns the commands of train.py, plan.py and compare.py without duplicates, except commands with a
+    <placeholder>."""
     lines = (line for line in code(text) if re.match(r"python (train|plan|compare)\.py ", line) and "<" not in line)
     return list(dict.fromkeys(re.sub(r"\s+# .*", "", line) for line in lines))
 
 
 def choices(command: str) -> list[list[str]]:
-    """Returns the lists of overrides of a command: a single list or, with -m, a list for each choice of each swept key.
-    Returns [] for shell completion (-sc)."""
+    """Returns lists of overrides that cover a command: one list or, with -m, one for each choice of each swept key, in
+    which the other swept keys have their defaults. Returns [] for shell completion (-sc)."""
     if " -sc " in command:  # a flag of Hydra
         return []
     words = shlex.split(command)[2:]
@@ -73,8 +76,8 @@ def choices(command: str) -> list[list[str]]:
 
 
 def refused(text: str) -> list[str]:
-    """Returns "command: error" for each command of train.py and plan.py that Hydra or lowmem refuses before it builds a
-    model."""
+    """Returns "command: error" for each error with which Hydra or lowmem refuses a command of train.py or plan.py
+    before a model is built."""
     wrong = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for command in commands(text):
@@ -97,7 +100,8 @@ def _refusals(command: str) -> Iterator[Exception]:
 
 
 def keys_of(node: object, path: str = "") -> set[str]:
-    """Returns the dotted paths of all keys in a parsed yaml file. Entries of a list have the path of the list."""
+    """Returns the dotted paths of all keys in a parsed yaml file. Keys in entries of a list have the path of the list
+    as a prefix, without an index."""
     if isinstance(node, list):
         return set().union(*(keys_of(one, path) for one in node if isinstance(one, dict)))
     if not isinstance(node, dict):
@@ -123,13 +127,14 @@ SOURCES = "\n".join(f"{file.stem}\n{file.read_text()}" for kind in KINDS for fil
 
 
 def own_files(text: str) -> set[str]:
-    """Returns the files that a page tells its reader to create, as docs/add-a-technique.md does."""
+    """Returns the files that a page tells its reader to create, as docs/add-a-technique.md does with `file=` after a
+    fence."""
     return {name for _, where, _ in FENCED.findall(text) for name in re.findall(r"file=(\S+)", where)}
 
 
 def unknown_keys(text: str) -> list[str]:
-    """Returns overrides whose key or choice does not exist in conf/, and dotted names in backticks that look like keys
-    but are not in KEYS."""
+    """Returns overrides whose key is not in KEYS or whose choice has no file, and dotted names in backticks that look
+    like keys but are not in KEYS."""
     wrong = [f"{key}={value}" for key, value in overrides(text) if not _known(key, value, text)]
     return wrong + [name for name in inline(text) if _looks_like_a_key(name) and name not in KEYS]
 
@@ -157,8 +162,8 @@ def unknown_names(text: str) -> list[str]:
 
 
 def missing_files(text: str, folder: Path) -> list[str]:
-    """Returns links, pictures, paths, benchmark modules or their flags, and make targets that do not exist. Also
-    returns links whose text names another file."""
+    """Returns links, pictures, paths, benchmark modules, flags of benchmark modules, and make targets that do not
+    exist. Also returns links whose text names a file that is not the target of the link."""
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     paths = re.findall(r"(?<![\w/.~-])(?:src|tests|conf|docs|benchmarks)/[\w./*-]*[\w/*]", FENCED.sub("", text))
     wrong = [link for link in links if not (folder / link).exists()]
@@ -179,8 +184,8 @@ def missing_files(text: str, folder: Path) -> list[str]:
 
 
 def wrong_figures(text: str, folder: Path) -> list[str]:
-    """Returns numbers in the text of a link to results that the linked file does not contain, and a note if a table
-    differs from its results."""
+    """Returns the numbers in texts of links to benchmarks/results/ that the linked file does not contain, and a note if
+    a table differs from its results."""
     wrong = []
     for said, link in re.findall(r"\[([^\]]*)\]\(([^)\s]*benchmarks/results/[^)\s]+)\)", text):
         there = (folder / link).read_text()

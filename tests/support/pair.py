@@ -1,8 +1,8 @@
-"""Processes that communicate over gloo, stay alive between tests, and train one case after another. Tests compare the
-results with those of one process.
+"""Trains on several ranks, which are processes that communicate over gloo and stay alive between tests. Tests compare
+the results with those of one process.
 
-A case can be pickled. Each rank trains it with lowmem's module and Lightning's trainer, and returns gradients, losses
-and weights. `alone` trains the rows of all ranks in the calling process.
+Each rank trains a `Case` with lowmem's module and Lightning's trainer, and returns `Seen.answer` and counts of steps
+and tokens. `alone` trains the rows of all ranks in the calling process.
 """
 
 import os
@@ -38,7 +38,7 @@ from networks import fp64_loss
 
 LIMIT = 60  # time limit of a case, in seconds
 IMPORTS = 300  # time limit for the start of a process on a busy machine, in seconds
-AFTER = 5  # time limit for the answers of the other ranks after one rank has failed, in seconds
+AFTER = 5  # time limit for the other ranks after one rank has failed or refused, in seconds
 
 # Two blocks and two key-value heads, so that two ranks can divide the blocks or the heads.
 BASE = (
@@ -51,7 +51,7 @@ BASE = (
     "plan=off",
 )
 EXACT = (in_float64.LINE, "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3")
-DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # 0: ranks would draw different masks
+DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")  # 0, because ranks draw different masks
 PLAIN = ("optim=sgd", "optim.weight_decay=0.1", "lr=1e-1")
 
 
@@ -60,16 +60,17 @@ class Case:
     """A training that can run on several ranks or in one process.
 
     Args:
-        lines: overrides in addition to BASE, including the strategy.
-        together: rows of a micro-batch on all data ranks together.
-        network: the model's name in `streams.MODELS`; None: the model of BASE.
+        lines: overrides in addition to BASE (with a `network`, to `parity.BASE`), including the strategy.
+        together: number of rows of a micro-batch, summed over all data ranks.
+        network: key of `streams.MODELS`; None: the model of BASE.
         from_data: True if rows come from `cfg.data`; False: from `parity.rows_for`.
-        overflow: (window, rank, where): gradients of this window on this rank are not finite. where: "loss" multiplies
-            the loss by 1e30; "element" sets one element of the rank's gradients to infinity. None: no overflow.
-        wrong: name in WRONG of a deliberate mistake; None: no mistake.
+        overflow: (window from 0, rank, where): makes gradients of this window on this rank overflow. where: "loss"
+            multiplies the loss by 1e30; "element" sets one element of the rank's gradients to infinity. None: no
+            overflow.
+        wrong: key of WRONG, the deliberate mistake that the ranks make; None: no mistake.
         apart: True makes `alone` train each rank's rows as a separate micro-batch, for losses that are not sums over
             rows.
-        counted: True counts the collectives of each window.
+        counted: True counts the collectives of each window by name.
     """
 
     lines: tuple[str, ...] = ()
@@ -84,12 +85,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A complete run by `fit`.
+    """Arguments of a complete run by `fit`.
 
     Args:
         lines: overrides.
         folder: run folder.
-        drawn_anew: True is a deliberate mistake: a resumed run does not restore random states.
+        drawn_anew: True is a deliberate mistake: a resumed run does not restore the states of random number generators.
     """
 
     lines: tuple[str, ...]
@@ -98,12 +99,12 @@ class Fitted:
 
 
 class Failed(Exception):
-    """Raised if a rank failed. The message is its traceback, or says that it did not start, is gone or did not
-    answer."""
+    """Raised if a rank failed. The message contains the traceback or the refusal of each failed rank, or says that a
+    rank did not start, is gone or did not answer in time."""
 
 
 class Ranks:
-    """The processes of all ranks. They are started for the first case, and again after a case that failed.
+    """The processes of all ranks. They start with the first case, and start anew with the next case after a failure.
 
     Args:
         context: multiprocessing context.
@@ -119,7 +120,7 @@ class Ranks:
 
         Raises:
             Refused: all ranks refused the case.
-            Failed: at least one rank failed; the message names the ranks and their errors. All processes are killed.
+            Failed: a rank failed, or only some ranks refused the case. All processes are killed.
         """
         if not self.processes:
             self._start()
@@ -187,8 +188,8 @@ def live(calls, rank: int, size: int) -> None:
 
 
 def _lines(case: Case, *more: str) -> tuple[str, ...]:
-    """Returns the overrides of a case, one per key. If a key has several lines, its last line takes the place of its
-    first."""
+    """Returns the overrides of a case, one per key. If several lines set a key, the last line replaces the first, and
+    the other lines are dropped."""
     typed = (*(BASE if case.network is None else parity.BASE), *case.lines, *more)
     last = {line.split("=")[0]: line for line in typed}
     return tuple(last.values())
@@ -203,7 +204,8 @@ def composed(case: Case):
 
 @cache
 def alone(case: Case) -> dict:
-    """Trains the case in one process, without the overrides of the strategy."""
+    """Trains the case in this process, without its strategy, its deliberate mistake and its count of collectives. An
+    overflow occurs in the same window."""
     of_several = ("strategy", "devices")
     cfg = composed(case)
     lines = tuple(line for line in case.lines if line.split("=")[0].split(".")[0] not in of_several)
@@ -243,7 +245,7 @@ def _trained(case: Case, cfg, ranks) -> dict:
     seen, module, windows = Seen(case), *built(case, cfg, ranks)
     plugins = list(map(instantiate, cfg.plugins))
     callbacks = [*build.callbacks(cfg), Verified(with_positions(cfg.data.arguments)), seen]
-    callbacks += module.own_loss.callbacks()  # `seen` also counts their collectives
+    callbacks += module.own_loss.callbacks()  # after `seen`, which also counts their collectives
     training = parity.trainer(cfg, plugins, callbacks, ranks.lightning())
     torch.manual_seed(1)
     training.fit(module, windows)
@@ -268,8 +270,9 @@ def built(case: Case, cfg, ranks):
 
 
 class Seen(Callback):
-    """Records the gradients (clipped, and divided by the loss scale) and the loss of each step, the final weights, the
-    bytes in memory, and the collectives of each window if `case.counted`."""
+    """Records in `answer` the loss of each window, whether the optimizer stepped, and the collectives of the window if
+    `case.counted`; the clipped gradients of each step, divided by the loss scale; the result of `_bytes` at the last
+    step; and the final weights."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.counts = case, Counts() if case.counted else None
@@ -287,7 +290,7 @@ class Seen(Callback):
             clip(*how)
             scale, counted = optimizer.scale, dict(self.counts.now) if self.counts else None
             self.answer["gradients"].append(_whole(module, lambda p: _of(p.grad, p) / scale))
-            if self.counts:  # do not count the collectives of the line above
+            if self.counts:  # drop the collectives that the line above has added
                 self.counts.now = counted
             self.answer["bytes"] = _bytes(module, optimizer)
 
@@ -314,8 +317,8 @@ def _of(gradient, p):
 
 
 def _whole(module, of):
-    """Returns name -> full tensor of each trained parameter (fp64, NumPy); None on ranks that do not receive the
-    tensor."""
+    """Returns a dict: name of a trained parameter -> its gathered tensor (an fp64 array), or None on ranks that do not
+    receive the tensor. Args: of: function that takes a local parameter and returns the tensor to gather."""
     ranks, found = module.ranks, {}
     for name, p in module.model.named_parameters():
         if p.requires_grad:
@@ -325,8 +328,7 @@ def _whole(module, of):
 
 
 def _bytes(module, optimizer):
-    """Returns the bytes of weights, gradients and optimizer state in this process. Tensors of one element are not
-    counted."""
+    """Returns the bytes of weights, gradients and optimizer state in this process, without tensors of one element."""
     local = [module.ranks.local(p) for p in module.model.parameters()]
     local = [p for p in local if not p.is_meta]
     state = (
@@ -385,7 +387,7 @@ def _overflowing(module, window: int, rank: int, where: str) -> None:
 
 
 def _mean_of_means(stack):
-    """Each rank divides its loss by its own number of learned tokens."""
+    """Each rank divides its loss by its own number of learned tokens, instead of the number on all ranks."""
     from lowmem.training.module import CausalLM
 
     run_window = CausalLM.run_window
@@ -398,7 +400,7 @@ def _mean_of_means(stack):
 
 
 def _local_norm(stack):
-    """Each rank clips by the norm of its own gradient shards."""
+    """Each rank clips by the norm of its own gradient shards, instead of the norm over all ranks."""
     from lowmem.step.gradients import norm_of_all
     from lowmem.techniques.strategy.several import Divided
 
@@ -406,7 +408,8 @@ def _local_norm(stack):
 
 
 def _without_factor(stack):
-    """The loss is not scaled by the number of ranks, so torch's averaging makes the gradients too small."""
+    """The loss is not multiplied by the number of ranks, so the gradients, which torch averages over the ranks, are too
+    small."""
     from lowmem.techniques.strategy.ddp import DataParallel
     from lowmem.techniques.strategy.fsdp import FullyShard
 
@@ -428,13 +431,14 @@ def _never_synced(stack):
 
 
 def _silent(stack):
-    """Rank 1 does not answer."""
+    """Rank 1 sleeps for twice the time limit instead of training."""
     if os.environ.get("RANK") == "1":
         stack.enter_context(patch("pair._trained", lambda *_: time.sleep(2 * LIMIT)))
 
 
 def _own_z(stack: ExitStack) -> None:
-    """Each rank computes z of the KTO loss from its own rows only; z is zero on a rank without rows."""
+    """Each rank computes z of the KTO loss from its own rows, instead of the rows of all ranks. On a rank without rows,
+    z is 0."""
     from lowmem.techniques.loss.mismatched import MismatchedPass
 
     compute = MismatchedPass.compute
@@ -460,16 +464,16 @@ WRONG = {
 
 
 def apart(ranks: list[dict], one: dict) -> dict[str, float]:
-    """Returns the largest differences between the ranks and one process. Differences of gathered gradients and weights
-    are relative to the largest element of one process; differences of losses (all ranks, without skipped steps) are
-    relative to the loss of one process.
+    """Returns the largest relative differences between several ranks and one process. Differences of the gathered
+    gradients of a step, or of the gathered weights, are divided by the largest element of all these tensors in the one
+    process. Differences of losses are divided by the loss of the one process, and windows without a step are left out.
 
     Raises:
-        AssertionError: the ranks have different weights, or the skipped steps or learned tokens of a rank differ from
-            those of one process.
+        AssertionError: the ranks have different weights, or the skipped steps or the tokens of a rank differ from the
+            values of the one process.
     """
     ours = ranks[0]
-    for name, weight in ours["weights"].items():  # ranks with full weights must agree
+    for name, weight in ours["weights"].items():  # all ranks that received the weight must have equal values
         for other in (rank["weights"][name] for rank in ranks):
             assert other is None or (other == weight).all(), f"{name} is another on each rank"
     assert all(rank["stepped"] == one["stepped"] for rank in ranks), [rank["stepped"] for rank in ranks]

@@ -1,4 +1,5 @@
-"""Preference losses written from their papers, with full logits in fp64, and rows with answers of different lengths.
+"""Defines preference losses, which are written from their papers and use all logits in fp64, and rows with answers of
+different lengths.
 
 Only the classes of rows and micro-batches are imported from lowmem.
 """
@@ -65,8 +66,9 @@ def kto(ratio, mismatched, desirable, beta=0.1, desirable_weight=1.0, undesirabl
     """Returns the KTO loss of each answer.
 
     Args:
-        ratio: for each answer, log(policy's probability / reference's probability).
-        mismatched: log ratios of the mismatched answers, like `ratio`.
+        ratio: (answers,), log(policy's probability / reference's probability) of each answer.
+        mismatched: (answers,), this log ratio of each mismatched answer.
+        desirable: for each answer, True if the answer is desirable.
     """
     z = max(0.0, mismatched.mean().item())
     value = [1 / (1 + torch.exp(-beta * (r - z if good else z - r))) for r, good in zip(ratio, desirable, strict=True)]
@@ -88,11 +90,11 @@ def mean_loss(name, model, batch, **options):
 
 
 class RaggedPairs(Rows):
-    """Pairs of answers of different lengths after prompts of different lengths, with random reference
-    log-probabilities.
+    """Pairs of answers. Prompts and answers have different lengths, and the log-probabilities of the reference model
+    are random.
 
     Args:
-        packed: True if both answers of a pair are in one row, one after the other.
+        packed: True puts the two answers of a pair into one row, one after the other; False uses a row per answer.
     """
 
     def __init__(self, pairs, length, vocabulary, packed=False):
@@ -121,17 +123,17 @@ class RaggedPairs(Rows):
 
 
 class RaggedAnswers(Rows):
-    """Rated answers of different lengths after prompts of different lengths, with random reference log-probabilities.
-    The mismatched answer of prompt i is the answer of prompt i + 2, cyclically."""
+    """Rated answers. Prompts and answers have different lengths, and the log-probabilities of the reference model are
+    random. The mismatched answer of prompt i is the answer of prompt i + 2, cyclically."""
 
     def __init__(self, answers, length, vocabulary):
         self.count, self.seq_len = answers, length
         drawn = np.random.default_rng(2)
         self.prompts = [drawn.integers(0, vocabulary, 3 + number % 3) for number in range(answers)]
         self.answers = [drawn.integers(0, vocabulary, length - 5 - number % 5) for number in range(answers)]
-        self.desirable = drawn.random(answers) < 0.7  # unequal counts, otherwise z would have little effect
-        # The reference model finds all tokens about equally likely, and mismatched answers a little less likely, so z
-        # is positive.
+        self.desirable = drawn.random(answers) < 0.7  # with equal counts, z would have little effect
+        # To the reference model, all tokens are about equally likely, and mismatched answers are a little less likely
+        # than that, so z is positive.
         lengths = [[len(self.answers[(number + shift) % answers]) for shift in (0, 2)] for number in range(answers)]
         self.reference = drawn.uniform([-2, -3], [2, -1], (answers, 2)) - np.log(vocabulary) * np.array(lengths)
 

@@ -1,8 +1,8 @@
-"""Chooses rows of a matrix so that any two values of different axes occur together in some chosen row, if a possible
-row has both.
+"""Chooses rows of a matrix of test cases, so that any two values of different axes occur together in at least one
+chosen row if they occur together in a possible row.
 
 Faults that depend on combinations mostly involve only two values (Kuhn, Wallace and Gallo 2004, "Software fault
-interactions and implications for software testing"). The whole matrix has about ten times more rows.
+interactions and implications for software testing"). A full matrix of the tests has about ten times as many rows.
 """
 
 from collections import Counter
@@ -10,13 +10,13 @@ from itertools import combinations, product
 
 
 def pairwise(*axes, possible=lambda row: True):
-    """Returns the chosen rows, which are deterministic. Each step chooses the row with the most new pairs of values.
-    Among several such rows, it chooses the row whose values were used least.
+    """Returns the chosen rows, which depend only on the arguments. Repeatedly chooses the row with the most pairs of
+    values that no chosen row has; among several such rows, the row whose values were used least.
 
     Args:
         axes: for each axis, its values.
-        possible: function that returns True if a row may be chosen. (Removing impossible rows from the result would
-            also remove their possible pairs.)
+        possible: function that returns True if a row may be chosen. (If impossible rows were removed from the result
+            instead, pairs of values that are possible would be lost.)
     """
     rows = {row: set(combinations(enumerate(row), 2)) for row in filter(possible, product(*axes))}
     left, used, chosen = set().union(*rows.values()), Counter(), []

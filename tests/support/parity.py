@@ -1,5 +1,5 @@
-"""Trains a configuration with lowmem's module and Lightning's trainer, and compares its losses and updates with the
-oracle."""
+"""Trains with lowmem's module and Lightning's trainer, and compares losses and updates with the results of the oracle
+(`oracle.py`)."""
 
 import inspect
 import json
@@ -23,10 +23,10 @@ from lowmem.techniques.strategy.contract import ONE_DEVICE
 from lowmem.training import build
 from lowmem.training.build import causal_lm, optimizer
 
-SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # a window of 8 and a window of one sequence per epoch
+SEQUENCES, LENGTH, VOCABULARY = 9, 16, 300  # an epoch: a window of 8 sequences, then a window of 1
 STEPS, LR, DECAY = 4, 1e-2, 2.0
-# Llama has RoPE, and no biases (the gradient of key biases would be noise). Matrices of 64 x 64 are the smallest with
-# 8-bit optimizer state.
+# Llama has RoPE but no biases: the exact gradient of a key bias is 0, so only rounding errors would be compared.
+# Tensors smaller than 64 x 64 have no 8-bit optimizer state.
 MODEL = (
     "model=llama-3.2-1b",
     "model.pretrained=false",
@@ -57,7 +57,7 @@ BASE = (
 CHOICES = [f"{group}={name}" for group in groups() if group != SHARED for name in techniques(group)]
 BUDGET = ("compile=blocks", "compile.activation_memory_budget=0.5", "compile.backend=aot_eager_decomp_partition")
 COMPILED = ("optim=adamw4bit",)  # its update is compiled, which takes seconds per shape
-# Techniques that only `make test-all` tests. Each shares its code with a technique that `make test` tests.
+# Techniques that only `make test-all` tests. Each shares most of its code with a technique that `make test` tests.
 SIBLINGS = (
     *(f"precision={name}" for name in ("tf32", "bf16", "16", "bf16-true", "16-true", "bf16-master")),
     *(f"optim={name}" for name in ("adamw8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit", "muon", "sgd")),
@@ -75,16 +75,16 @@ SIBLINGS = (
         *COMPILED,
     ),
 )
-# All techniques of conf/: the measured techniques, and the defaults that they are compared with.
+# All techniques of conf/ when benchmarks/results/techniques.json was written: its keys, and the defaults.
 SHIPPED = (
     *json.loads((Path(__file__).parents[2] / "benchmarks/results/techniques.json").read_text())["refused"],
     *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),
     *("compile=none", "weights=resident", "adapter=none"),
 )
-# With this beta, gradients of pairs are about as large as gradients of tokens. `rows_for` makes the rows; nothing is
-# read from data.path.
+# With this beta, gradients of a preference loss are about as large as gradients of a loss of tokens. `rows_for` makes
+# the rows; nothing is read from data.path.
 PAIRED = ["loss.beta=2", "data=preference", "data.path=x"]
-# Further overrides that a choice needs in these tests.
+# choice -> further overrides that it needs in these tests
 WITH = {
     "precision=16": ["precision.init_scale=4096"],
     "precision=16-true": ["precision.init_scale=4096"],
@@ -99,17 +99,17 @@ WITH = {
     "loss=tiled": ["loss.columns=64"],
     **{f"loss={name}": ["loss.columns=64", *PAIRED] for name in pair_oracle.LOSSES},
     "optim.in_backward=true": ["clip=null"],
-    # a step as large as a step of AdamW; a smaller step would not change 16-bit weights
+    # steps as large as those with AdamW; smaller steps would not change 16-bit weights
     "optim=sgd": ["lr=10", "optim.weight_decay=0.002"],
 }
-# accumulation -> sequences of each of the STEPS windows. Accumulations that are not listed have windows of 8, 1, 8 and
-# 1.
+# accumulation -> number of sequences of each of the STEPS windows. Accumulations that are not listed have windows of 8,
+# 1, 8 and 1 sequences.
 WINDOWS = {"by_epoch": (8, 1, 4, 4), "by_step": (8, 1, 4, 4)}
 
 
 def shipped_but(*names: str) -> tuple[str, ...]:
-    """Returns all techniques of SHIPPED except these names, for the marker `matrix_rows`. A new technique is not in
-    SHIPPED, so `make test` runs its rows."""
+    """Returns SHIPPED without these names, for the mark `matrix_rows`. A technique that is added to conf/ later is not
+    in SHIPPED, so `make test` runs its rows."""
     return tuple(one for one in SHIPPED if one not in names)
 
 
@@ -134,7 +134,7 @@ class Ragged(Rows):
 
 
 def pairs_loss(cfg):
-    """Returns the name of the run's loss if it is a preference loss, otherwise None."""
+    """Returns the name of the run's loss if the loss is a preference loss, otherwise None."""
     name = cfg.loss.target.rpartition(".")[2].lower()
     return name if name in pair_oracle.LOSSES else None
 
@@ -150,8 +150,8 @@ def overrides(*techniques):
         *BASE,
         *(line for t in techniques for line in WITH.get(t, [])),
         *techniques,
-    ]  # the techniques come last, so they take precedence
-    if {"optim=sgd", "optim.in_backward=true"} <= {*techniques}:  # steps of this size diverge without clipping
+    ]  # techniques take precedence, because they come last
+    if {"optim=sgd", "optim.in_backward=true"} <= {*techniques}:  # lr=10 diverges without clipping
         lines += ["lr=0.1", "optim.weight_decay=0.2"]
     return lines
 
@@ -172,7 +172,8 @@ def trainer(cfg, plugins, callbacks, strategy=None):
 
 
 def decay_late(monkeypatch):
-    """Makes bitsandbytes' kernels decay a weight after its update, as its CUDA kernels for AdamW do (issue 2010)."""
+    """Makes bitsandbytes' kernels on the CPU decay a weight after its update, as the CUDA kernels for AdamW do
+    (bitsandbytes issue 2010)."""
 
     def late(kernel):
         names = list(inspect.signature(kernel).parameters)
@@ -189,7 +190,7 @@ def decay_late(monkeypatch):
 
 
 class Losses(Callback):
-    """Records the loss of every window, and the weights by name that its forward pass read."""
+    """Records for every window its loss, and the weights that its forward pass read: name -> fp32 tensor on the CPU."""
 
     def __init__(self):
         self.seen, self.read = [], []
@@ -204,10 +205,11 @@ class Losses(Callback):
 
 
 def run(cfg, wide=False, callbacks=()):
-    """Trains a run. Returns (fp32 weights by name before training, weights by name after training).
+    """Trains a run. Returns (weights before training, weights after training), each as name -> tensor. Weights before
+    training are in fp32.
 
     Args:
-        wide: True keeps the dtype of the trained weights; False converts them to fp32.
+        wide: True returns the trained weights in their own dtype; False converts them to fp32.
         callbacks: callbacks in addition to those of `cfg` and of its loss.
     """
     torch.manual_seed(0)
@@ -223,8 +225,8 @@ def run(cfg, wide=False, callbacks=()):
 
 
 def expected(cfg, optim, accumulation, held_in=None):
-    """Trains the oracle in fp32 on the CPU, from the run's initial weights. Returns (weights by name before training,
-    weights by name after training).
+    """Trains the oracle in fp32 on the CPU, from the run's initial weights. Returns (weights before training, weights
+    after training), each as name -> tensor.
 
     Args:
         held_in: name of the dtype to which weights are rounded after every step; None: float32 with an adapter,
@@ -252,7 +254,7 @@ def expected_losses(accumulation, weights, adapter=None, dtype="float32", pairs=
     """Returns the oracle's loss of every window, in fp32 on the CPU.
 
     Args:
-        weights: for each window, the weights by name before its step.
+        weights: for each window, the weights before its step: name -> tensor.
         dtype: name of the dtype in which the run loaded its weights; the oracle converts them to fp32.
     """
     windows = WINDOWS.get(accumulation, (8, 1, 8, 1))
@@ -287,7 +289,7 @@ def _network(dtype, adapter=None):
     plain = built().float()
     oracle.adapt(plain, start, drawn.lora_alpha, drawn.r)
     for name, part in plain.named_modules():
-        if name.endswith(".base_layer") and f"{name}.weight" not in start:  # the dequantized weight, as a buffer
+        if name.endswith(".base_layer") and f"{name}.weight" not in start:  # quantized: becomes a dequantized buffer
             del part.weight
             part.register_buffer("weight", network.get_submodule(name).weight.float())
     return plain
@@ -303,9 +305,9 @@ def _read(pairs, indices):
 
 
 def deviations(cfg, *techniques):
-    """Trains a run and the oracle. Returns the run's relative deviations from the oracle: (update of matrices, update
-    of vectors, largest deviation of a window's loss). The oracle computes each loss at the run's weights, because the
-    deviations of the updates already include the errors in the weights."""
+    """Trains a run and the oracle. Returns the run's relative deviations from the oracle: (total update of matrices,
+    total update of vectors, largest deviation of a window's loss). The oracle computes each loss with the run's
+    weights, because the deviations of the updates already include errors of the weights."""
     chosen = dict(technique.split("=") for technique in techniques)
     accumulation = chosen.get("accumulation", "none")
     (start, theirs), losses = expected(cfg, chosen.get("optim", "adamw"), accumulation), Losses()
@@ -317,8 +319,8 @@ def deviations(cfg, *techniques):
 
 
 def missing(technique, found):
-    """Returns the message for a technique that exceeds its tolerance. It says what to add to the tests if the technique
-    is correct."""
+    """Returns the error for a technique that exceeds its tolerance. The error says what to add to the tests if the
+    technique is correct."""
     rule = (
         "its update rule in RULES of tests/support/oracle.py, where it is not AdamW's; "
         if "optim=" in technique
@@ -331,8 +333,9 @@ def missing(technique, found):
 
 
 def off_on_one_matrix(cfg, wrong=False):
-    """Returns the relative deviation of an optimizer's total update from that of the oracle's AdamW, after 20 steps on
-    one matrix. Args: wrong: True replaces every second gradient by zeros, for the optimizer only."""
+    """Returns the relative deviation of an optimizer's total update from the update by the oracle's AdamW, after 20
+    steps on one matrix. Args: wrong: True replaces every second gradient by zeros for the optimizer, but not for the
+    oracle."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 128, bias=False).to(cfg.device)
     theirs, state = model.weight.detach().cpu().clone(), {}
@@ -347,13 +350,14 @@ def off_on_one_matrix(cfg, wrong=False):
 
 
 def errors(start, ours, theirs):
-    """Returns relative errors of the total update: (all matrices together, all vectors together). If the oracle does
-    not change any tensor of a kind, the error is 0.0 if the run does not either, otherwise 1.0."""
+    """Returns (error of matrices, error of vectors). An error is the norm of the deviation of the run's total update
+    from the oracle's update, over all tensors of the kind, divided by the norm of the oracle's update. If the oracle
+    changes no tensor of the kind, the error is 0.0 if the run changes none either, otherwise 1.0."""
 
     def relative(names):
         wrong = torch.cat([(ours[n] - theirs[n]).flatten() for n in names]).norm()
         right = torch.cat([(theirs[n] - start[n]).flatten() for n in names]).norm()
-        return (wrong / right).item() if right else float(wrong > 0)  # if all parameters of this kind are frozen
+        return (wrong / right).item() if right else float(wrong > 0)  # right is 0 if all these parameters are frozen
 
     matrices = [name for name in theirs if theirs[name].dim() >= 2]
     return relative(matrices), relative([name for name in theirs if name not in matrices])

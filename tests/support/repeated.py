@@ -1,11 +1,11 @@
-"""Lists places of the code that share six or more lines, by text or by shape. `make lint` runs it.
+"""Lists pairs of places in the code that share six or more lines, by text or by shape. `make lint` runs this script.
 
-`python tests/support/repeated.py src/lowmem` prints each pair of places, and the number of pairs. With `--most 4`, more
-than four pairs are an error.
+`python tests/support/repeated.py src/lowmem` prints each pair, and the number of pairs. With `--most 4`, more than four
+pairs are an error.
 
 Two places have equal shapes if only names, strings and numbers differ, and names differ consistently. Comments,
-imports, docstrings and lines of punctuation are ignored. The comparison by shape also ignores data: lines without a
-name, and six lines with fewer than three different shapes, because they are rows of a table.
+imports, docstrings and lines of punctuation are ignored. The comparison by shape also ignores data, that is, lines
+without a name, and six lines that have fewer than three different shapes, as rows of a table do.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LEAST = 6  # smallest number of lines of a place
-SHAPES = 3  # different shapes among LEAST lines; rows of a table have fewer
+SHAPES = 3  # smallest number of different shapes among LEAST lines; rows of a table have fewer
 PLACEHOLDERS = {tokenize.STRING: '"', tokenize.NUMBER: "0"}
 BEGINS, ENDS = (getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END"))  # since Python 3.12
 BREAKS = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -66,7 +66,8 @@ def text(place: Sequence[Line]) -> Hashable:
 
 
 def shape(place: Sequence[Line]) -> Hashable:
-    """Returns the tokens of lines, with names replaced by numbers in order of appearance; None for rows of a table."""
+    """Returns the tokens of each line, with names replaced by numbers in the order of their appearance; None for rows
+    of a table."""
     numbers: dict[str, int] = {}
     lines = [
         tuple(numbers.setdefault(t, len(numbers)) if t.isidentifier() and not iskeyword(t) else t for t in line.tokens)
@@ -77,10 +78,11 @@ def shape(place: Sequence[Line]) -> Hashable:
 
 
 def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> Iterator[str]:
-    """Yields a text for each pair of equal places. The places are as long as possible and do not overlap.
+    """Yields a text for each pair of equal places. The two places are as long as possible and do not overlap.
 
     Args:
-        like: returns the key that equal places share, or None if a place is ignored.
+        like: function that takes the lines of a place. Returns a key that is equal for equal places, or None if the
+            place is ignored.
     """
     found = defaultdict(list)
     for start in range(len(lines) - LEAST + 1):
@@ -100,7 +102,8 @@ def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> 
 
 
 def repeated(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Returns "text" -> pairs of places with equal text, "shape" -> pairs that have equal shapes but different text."""
+    """Returns a dict: "text" -> the pairs of places with equal text, "shape" -> the pairs with equal shapes but
+    different text."""
     lines = [line for folder in folders for file in sorted(folder.rglob("*.py")) for line in code(file)]
     named = [line for line in lines if any(map(str.isidentifier, line.tokens))]
     return {"text": list(pairs(lines, text)), "shape": list(pairs(named, shape))}

@@ -1,4 +1,4 @@
-"""Compares the last checkpoints of two runs, tensor by tensor and at any nesting."""
+"""Reads the last checkpoint of a run, and compares nested structures of tensors."""
 
 import torch
 
@@ -14,7 +14,7 @@ def last(run):
     state, rests = saved["state_dict"], saved.pop("rests", {})
     whole = {
         state[name].data_ptr(): joined(state[name], rest) for name, rest in rests.items()
-    }  # by address, so that tied weights stay tied
+    }  # address of a weight -> joined weight, so that tied weights stay tied
     saved["state_dict"] = {name: whole.get(tensor.data_ptr(), tensor) for name, tensor in state.items()}
     elsewhere = ("loops", "callbacks", "pytorch-lightning_version", "epoch", "hparams_name", "hyper_parameters")
     return {key: value for key, value in saved.items() if key not in elsewhere}

@@ -1,4 +1,5 @@
-"""A callback that each rank of a run calls. The override `+callbacks.seen._target_=seen_on_ranks.Pinned` adds it."""
+"""Defines a callback for all ranks of a run, which the override `+callbacks.seen._target_=seen_on_ranks.Pinned`
+adds."""
 
 from pathlib import Path
 
@@ -6,7 +7,7 @@ from lightning.pytorch import Callback
 
 
 class Pinned(Callback):
-    """At the end of training, writes "True" if all shards of a rank are in pinned memory, otherwise "False". Args:
+    """At the end of training, each rank writes "True" if all its shards are in pinned memory, otherwise "False". Args:
     folder: folder for one file per rank."""
 
     def __init__(self, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""A short training with resident or streamed weights, and its results, which must be equal for both."""
+"""Trains a small model with resident or streamed weights. The results must be equal for both placements."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -20,8 +20,8 @@ GPT2 = {"n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 2}  # dropout h
 OTHER = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
 OTHER |= {"intermediate_size": 128, "head_dim": 32, "attention_dropout": 0.1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
-# The auxiliary loss of the mixture of experts adds a second gradient in each block, besides the gradient of the block's
-# output.
+# model type -> config. In qwen3_moe, the auxiliary loss adds a second gradient in each block, besides the gradient of
+# the block's output.
 MODELS = {
     "gpt2": GPT2 | SMALL,
     "llama": OTHER | SMALL | {"tie_word_embeddings": False},
@@ -30,7 +30,7 @@ MODELS = {
 }
 POLICIES = {name: [] for name in ("every_layer", "sqrt", "selective", "offload", "offload_attention")}
 POLICIES |= {"every_k": ["gradient_checkpointing.k=2"]}
-SCALE = {"16-master": ["precision.init_scale=3e5"]}  # so high that the first steps are skipped
+SCALE = {"16-master": ["precision.init_scale=3e5"]}  # so high that the first steps overflow and are skipped
 
 
 class Trained(NamedTuple):
@@ -46,7 +46,8 @@ class Trained(NamedTuple):
 
 
 class Sees(Callback):
-    """Records losses, and masters and weights at the end of training, before `stop` may replace the weights."""
+    """Records the loss of each window, and the masters and weights at the end of training, before `stop` may replace
+    the weights."""
 
     def __init__(self):
         self.losses = parity.Losses()
@@ -62,7 +63,7 @@ class Sees(Callback):
 
 
 def lines(model, *more, precision="bf16-master", policy="every_layer", optim="adamw8bit", clip="norm"):
-    """Returns `arguments` for `trained`."""
+    """Returns the `arguments` of `trained`."""
     chosen = (f"gradient_checkpointing={policy}", *POLICIES.get(policy, []), *SCALE.get(precision, []), *more)
     return (precision, optim, clip, "fixed", "linear", *chosen)
 
@@ -73,12 +74,12 @@ def built(cfg, model, **changed):
 
 
 def trained(config, weights, model, arguments, lane=None, changed=(), prepare=lambda module: None) -> Trained:
-    """Trains a model of MODELS and returns the results.
+    """Trains a model, and returns the results.
 
     Args:
-        weights: overrides of the placement of weights.
+        weights: overrides that place the weights.
         arguments: see `lines`.
-        lane: lane for copies of gradients and weights; None: the default.
+        lane: lane for copies of gradients and weights; None: the lane of the device.
         changed: changed keys of the model's config.
         prepare: called with the module before training.
     """

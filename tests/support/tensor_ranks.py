@@ -1,5 +1,5 @@
-"""Runs the ranks of a tensor-parallel group for `strategy/test_tensor_parallel.py`, and compares them with one
-process."""
+"""Trains on the ranks of a tensor-parallel group for `test_tensor_parallel.py`, and compares the results with the
+results of one process."""
 
 import re
 from contextlib import ExitStack
@@ -32,7 +32,8 @@ LOSSES = {"full": full, "chunked": Chunked(5), "tiled": Tiled(7)}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives. torch's `CommDebugMode` is not suitable: its hooks pass other tensors to the layers."""
+    """Counts collectives. torch's `CommDebugMode` is not suitable, because its hooks replace the tensors that layers
+    receive."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +45,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Held(nn.Module):
-    """Stands in for a run's module, with the members that a strategy reads."""
+    """Stands in for a run's module; has only the members that a strategy reads."""
 
     def __init__(self, model):
         super().__init__()
@@ -52,8 +53,8 @@ class Held(nn.Module):
 
 
 def network(kind, dtype=torch.float64, **changes):
-    """Returns a model of two blocks, with grouped key-value heads unless `kind` is gpt2. All weights, including norms,
-    are random, so that each affects the result."""
+    """Returns a model of two blocks, with grouped key-value heads unless `kind` is gpt2. All parameters, including the
+    weights of norms, are random, so that each affects the result."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": kind == "qwen3"}
     if kind == "gpt2":
@@ -76,12 +77,12 @@ def network(kind, dtype=torch.float64, **changes):
 
 
 def live(rank, size, store, cases, results):
-    """Runs a rank, which compares one case after another until it receives None.
+    """Runs one rank, which compares one case after another until it receives None.
 
     Args:
         store: file for the rendezvous of the ranks.
         cases: pipe with the arguments of `compared` for each case, and None at the end.
-        results: pipe to which rank 0 sends the figures of each case, or the message of a refusal.
+        results: pipe to which rank 0 sends the figures of each case, or the message with which the case was refused.
     """
     quiet()
     torch.set_num_threads(1)
@@ -100,12 +101,12 @@ def live(rank, size, store, cases, results):
 
 
 def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="AdamW", wrong=None, groups=1, **how):
-    """Compares a group of ranks with one process that reads all rows. Returns figures by name, such as the largest
-    differences in the weights after sharding, in the loss and gradients of the first window, and in the weights after
-    STEPS windows.
+    """Trains on a group of ranks, and on all rows in one process. Returns name -> figure. Some figures are largest
+    absolute differences between the two: in the weights after sharding ("conversion"), in the loss and the gradients of
+    the first window, and in the weights after STEPS windows.
 
     Args:
-        wrong: name of a wrong variant in WRONG, or None.
+        wrong: key of WRONG, or None.
         groups: number of data-parallel groups.
         how: arguments of `change`; also `changes`: changed keys of the model's config.
     """
@@ -164,7 +165,7 @@ def stepped(ranks, one, ours, loss, optimizer):
         ranks.gather_gradients()
         if not figures:
             figures = gradients(ranks, one, ours) | {"loss": (sums[0] - ranks.all_sum(sums[1])).abs().item()}
-            figures["collectives"] = said.count  # of a micro-batch
+            figures["collectives"] = said.count  # of one micro-batch, in the forward and backward pass
         alone.step()
         together.step()
     held = {name: p.detach() for name, p in one.named_parameters()}
@@ -188,14 +189,14 @@ def named(model):
 
 
 def distance(ranks, model, expected, of):
-    """Returns the largest absolute difference between elements of the gathered and the expected tensors. Args: of:
-    function that takes a local parameter and returns the tensor to compare."""
+    """Returns the largest absolute difference between elements of gathered and expected tensors. Args: expected:
+    tensors by name; of: function that takes a local parameter and returns the tensor to gather."""
     wholes = {name: ranks.gathered(p, of(ranks.local(p)).detach()) for name, p in named(model) if name in expected}
     return max((wholes[name] - tensor).abs().max().item() for name, tensor in expected.items())
 
 
 def same(tensor):
-    """Returns True if this tensor has equal bits on all ranks."""
+    """Returns True if this tensor has equal values on all ranks."""
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor.contiguous())
     return all(torch.equal(every[0], one) for one in every)
@@ -212,7 +213,7 @@ WRONG = {
     "counted twice": ((TensorParallel, "holders", lambda *_: 1),),
     "not summed": (
         (TensorParallel, "gather_gradients", Divided.gather_gradients),
-    ),  # gradients are neither summed nor compared
+    ),  # gradients of replicated weights are neither summed nor compared between ranks
     "no sum in the plan": ((TensorParallel, "laid_out", without_sums),),
     "own tiles": ((HeadShard, "joined", lambda _, *of_tiles: of_tiles),),
 }

@@ -1,12 +1,12 @@
 """Sorts the tests into tiers by their marks.
 
 A test is marked `matrix`, `wrong`, `docs`, `process` or `gpu`; a test without any of these marks is a `unit`. The mark
-`seam` makes `make test` run a test with another mark, for example `process`, because it covers an interface. For a
-parametrized test, `rows` names the rows that become `seam`, and `matrix_rows` names rows that become `matrix`; all rows
-that are not named get the respective other mark. `make test` runs units and seams, and `make test-all` all tests.
-`--shard=2/4` runs the second of four disjoint parts of the selected tests.
+`seam` makes `make test` run a test that also has another mark, for example `process`, because the test covers an
+interface between parts. In a parametrized test, the rows that `rows` names become `seam` and the other rows `matrix`;
+the rows that `matrix_rows` names become `matrix` and the other rows `seam`. Units and seams are run by `make test`, and
+all tests by `make test-all`. `--shard=2/4` runs the second of four disjoint parts of the selected tests.
 
-Starting a Python process takes seconds, so only tests with the mark `process` or `docs` may do it.
+Starting a Python process takes seconds, so only tests with the mark `process` or `docs` may start one.
 """
 
 import sys
@@ -26,8 +26,8 @@ def pytest_addoption(parser):
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Returns (2, 4) for "2/4". Raises: pytest.UsageError: the text does not have this form, or names a part that does
-    not exist."""
+    """Returns (number of the part, number of parts): (2, 4) for "2/4". Raises: pytest.UsageError: the text does not
+    have this form, or the part does not exist."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise pytest.UsageError(
@@ -38,7 +38,7 @@ def shard(text: str) -> tuple[int, int]:
 
 @pytest.hookimpl(tryfirst=True)  # runs before pytest applies `-m`
 def pytest_collection_modifyitems(config, items):
-    if not any("::" in argument for argument in config.args):  # a named row is collected alone
+    if not any("::" in argument for argument in config.args):  # if a row is named, the other rows are not collected
         check_rows(items)
     for item in items:
         if "processes" in item.fixturenames:
@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_of(item) -> str | None:
-    """Returns the mark ("unit", "seam" or "matrix") that follows from a test's other marks, or None."""
+    """Returns the mark ("unit", "seam" or "matrix") that a test gets because of its other marks; None if it gets no
+    further mark."""
     if has_row(item):
         named = [is_named(item, mark) for mark in item.iter_markers("rows")]
         left_out = [is_named(item, mark) for mark in item.iter_markers("matrix_rows")]
@@ -67,14 +68,14 @@ def has_row(item) -> bool:
 
 
 def is_named(item, mark) -> bool:
-    """Returns True if a pattern of the mark matches the row's id or one of its values of type str."""
+    """Returns True if a pattern of the mark matches the row's id or a string among the row's values."""
     names = (item.callspec.id, *(value for value in item.callspec.params.values() if isinstance(value, str)))
     return any(fnmatchcase(name, pattern) for name in names for pattern in mark.args)
 
 
 def check_rows(items) -> None:
-    """Raises pytest.UsageError if the `rows` of a test leave it without a seam: the patterns match no row, exclude each
-    other, or match only `matrix` rows."""
+    """Raises pytest.UsageError if the `rows` marks of a test leave the test without a seam, because their patterns
+    match no row, exclude each other, or match only rows that are marked `matrix`."""
     found: dict[str, bool] = {}
     for item in filter(has_row, items):
         if item.get_closest_marker("rows"):
@@ -103,8 +104,8 @@ def pytest_runtest_protocol(item):
 
 
 def refuse_command(event, arguments) -> None:
-    """An audit hook that refuses processes of Python and bash. Other programs (compilers, git) and processes of
-    torch.compile are allowed."""
+    """An audit hook that refuses processes of Python and bash, unless torch.compile starts them. Other programs, such
+    as compilers and git, are allowed."""
     if event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith(("python", "bash")):
         frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
         if not any("_inductor" in file for file in frames):

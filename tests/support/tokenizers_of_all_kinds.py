@@ -1,5 +1,5 @@
-"""Small tokenizers of many kinds: the models and pre-tokenizers of the `tokenizers` library in any combination, and
-special tokens before and after a text."""
+"""Makes small tokenizers with any combination of a model in MODELS, a pre-tokenizer in PRE_TOKENIZERS, and special
+tokens around a text in AROUND."""
 
 from functools import cache
 

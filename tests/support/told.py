@@ -1,4 +1,4 @@
-"""Runs train.py in a separate process that waits for a signal in a given phase."""
+"""Runs train.py in a separate process, which waits for a signal in a given phase."""
 
 import os
 import signal
@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 PHASES = ("load", "step", "evaluation", "save", "sampling", "export")
-LONG = 20.0  # seconds of an uninterrupted wait; a test fails if a process needs half of them to end
+LONG = 20.0  # seconds of a wait without a signal; a test fails if a process needs half of this time to end
 
 
 def live(root: str, arguments: list[str], phase: str | None, said: str, deaf: bool = False) -> None:
     """Runs train.py with `arguments`.
 
     Args:
-        phase: phase of PHASES in which the run waits; None: it does not wait.
+        phase: element of PHASES in which the run waits; None: the run does not wait.
         said: file for the output.
         deaf: True is a deliberate mistake: no signal handlers are installed.
     """
@@ -22,7 +22,7 @@ def live(root: str, arguments: list[str], phase: str | None, said: str, deaf: bo
     os.chdir(root)
     for number in (1, 2):
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # otherwise a background process of a shell ignores SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes of a shell ignore SIGINT
 
     import train
 
@@ -38,7 +38,7 @@ def live(root: str, arguments: list[str], phase: str | None, said: str, deaf: bo
 
 
 def _arrange(phase: str, reached: Path) -> None:
-    """Patches a function of the phase: it first creates the file `reached` and waits."""
+    """Patches a function that the phase calls, so that the function first creates the file `reached` and waits."""
     from lowmem.data import token_store
     from lowmem.report.sample import Samples
     from lowmem.saving import checkpoint
@@ -61,7 +61,7 @@ def _arrange(phase: str, reached: Path) -> None:
         setattr(where, name, slow)
 
     if phase == "load":
-        before(token_store, "load_bpe", LONG)  # here a temporary file of the cache exists
+        before(token_store, "load_bpe", LONG)  # at this time, the cache has a temporary file
     elif phase == "step":
         before(CausalLM, "training_step", 1.0, lambda module, *_: module.global_step == 2)
     elif phase == "evaluation":
@@ -73,11 +73,11 @@ def _arrange(phase: str, reached: Path) -> None:
     elif phase == "export":
         before(
             token_store.PreTrainedTokenizerFast, "save_pretrained", LONG
-        )  # here the temporary folder already has the weights
+        )  # at this time, the temporary folder already has the weights
 
 
 def _ask_slowly(samples: type, wait) -> None:
-    """Makes the sampling after the last step wait 0.2 s before each check for a stop."""
+    """Makes the sampling after the last step create `reached` and wait 0.2 s before each check for a stop."""
     draw = samples.on_validation_epoch_end
 
     def slow(self, trainer, module) -> None:

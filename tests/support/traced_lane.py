@@ -1,15 +1,17 @@
-"""Reports accesses to the memory that threads and copies share to torch's happens-before checker, which finds races
-regardless of timing.
+"""Finds races between threads and copies, regardless of timing, with torch's happens-before checker. This module
+reports to the checker how threads and copies access the memory that they share.
 
 `torch.cuda._sanitizer.EventHandler` has a vector clock for each stream. Here the streams are the device's computation,
 each direction of copies, and each host thread. Work that a thread launches on a stream is ordered after the previous
 work of the thread. A thread is ordered after a stream only if it waits for an event, and after another thread only
 through a queue, a future, a flag or a semaphore. Copies run synchronously. The checker compares clocks instead of
-times: a write and another access to the same memory are an error unless one is ordered after the other.
+times: it reports an error for a write and another access to the same memory unless one of the two is ordered after the
+other.
 
-The checker watches the tensors that go through a lane: staging slots, slots of weights, host blocks, gradients and
-weights. An operator belongs to the device's stream if the training thread or a micro-batch thread of by_layer runs it
-and it does not access watched host memory. Other operators belong to the stream of their thread.
+The checker watches the memory that a lane allocates, registers or copies (staging slots, slots of weights, host blocks,
+gradients, weights and offloaded activations). An operator belongs to the device's stream if the training thread or a
+micro-batch thread of by_layer runs it and it does not access watched host memory. Every other operator belongs to the
+stream of its thread.
 """
 
 import threading
@@ -31,8 +33,8 @@ from lowmem.offload.copy_lanes import CardLane
 from lowmem.offload.link import StagedLink
 from lowmem.techniques.optim import adamw8bit, bitsandbytes_cpu, compiled
 
-# Without the patch, importing the sanitizer activates it for cards, and later tests record the stack of every
-# allocation.
+# Without the patch, importing the sanitizer would activate its hooks for cards, and later tests would record the stack
+# of every allocation.
 with patch.object(torch._C, "_activate_gpu_trace", lambda: None):
     from torch.cuda._sanitizer import Access, AccessType, EventHandler
 
@@ -47,7 +49,7 @@ class Races:
         self.handler, self.lock, self.numbers = EventHandler(), threading.RLock(), count(1)
         self.errors, self.checked, self.events = [], 0, count(1)
         self.watched, self.on_host, self.kept = {}, set(), set()
-        self.written = {}  # storage -> sequence number of the last write on the device
+        self.written = {}  # address of a storage -> sequence number of the last write by the device
 
     # --- order ----------------------------------------------------------------------------------------------------
 
@@ -56,7 +58,7 @@ class Races:
         return f"host thread {threading.current_thread().name}"
 
     def record(self, stream):
-        """Returns an event that is complete when all previous work of the stream is complete."""
+        """Returns the number of an event that is complete when all previous work of the stream is complete."""
         with self.lock:
             event = next(self.events)
             self.handler._handle_event_record(event, stream)
@@ -97,8 +99,9 @@ class Races:
         return self.watched.get(place)
 
     def freed(self, place, number):
-        """Reports a write by the device when a watched storage is freed, because the device's allocator may reuse the
-        memory for its next computation. Reports nothing for host memory, or for memory passed to `TracedLane.keep`."""
+        """Reports that the device writes to a watched storage that is freed, because the device's allocator may reuse
+        the memory for the next computation. Reports nothing for host memory, or for memory that was passed to
+        `TracedLane.keep`."""
         with self.lock:
             self.watched.pop(place, None)
             if number not in self.on_host and number not in self.kept:
@@ -106,8 +109,8 @@ class Races:
                 self.access(DEVICE, (), (number,), "is given other memory's place")
 
     def access(self, stream, reads, writes, name):
-        """Reports work on a stream that reads and writes storages, and collects the errors. Args: reads, writes:
-        numbers of storages."""
+        """Reports that work on a stream reads and writes storages, and collects the errors. Args: reads, writes:
+        numbers of storages; name: name of the work in errors."""
         with self.lock:
             reads, writes = set(reads) - set(writes), set(writes)
             self.checked += len(reads) + len(writes)
@@ -157,7 +160,7 @@ class Watching(TorchDispatchMode):
 
 
 class Stream:
-    """Stands in for a CUDA stream. Its work runs synchronously."""
+    """Stands in for a CUDA stream, but its work runs synchronously."""
 
     def __init__(self, races, name):
         self.races, self.name = races, name
@@ -169,7 +172,7 @@ class Stream:
         pass
 
     def record_event(self):
-        self.races.order(self.name, self.races.host())  # the host records the event after its previous work
+        self.races.order(self.name, self.races.host())  # the host queues the event after its own previous work
         return Event(self.races, self.races.record(self.name))
 
     def wait_event(self, event):
@@ -189,8 +192,8 @@ class TracedLane(CardLane):
     """A `CardLane` on a CPU that reports its copies and events to the checker.
 
     Args:
-        races: the collector of errors.
-        registers: False makes `register` return a reason, as if memory could not be pinned.
+        races: collects the errors.
+        registers: False makes `register` return an error message, as if memory could not be pinned.
     """
 
     def __init__(self, races, registers=True):
@@ -224,7 +227,7 @@ class TracedLane(CardLane):
             stream = UP if pair[1] in self.races.on_host else DOWN
         with NotWatched():
             reached = super().copy(to, source, after)
-        # report the access after the waits in super().copy and before the event of this copy
+        # report the accesses after the waits in super().copy, and before the event that this copy returns
         self.races.access(stream, pair[1:], pair[:1], "copy")
         reached.number = self.races.record(stream)
         return reached
@@ -239,7 +242,7 @@ class TracedLane(CardLane):
 
 
 class NotWatched:
-    """Disables dispatch modes during a copy; `TracedLane.copy` reports the copy."""
+    """Context manager that disables dispatch modes during a copy, because `TracedLane.copy` itself reports the copy."""
 
     def __enter__(self):
         self._off = torch.utils._python_dispatch._disable_current_modes()
@@ -366,7 +369,7 @@ def watched():
         with Watching(races):
             work(self)
 
-    def pointer(tensor):  # a C++ function reads or writes the tensor
+    def pointer(tensor):  # a C++ function gets the address, and may write to the tensor
         if tensor is not None and (number := races.key(tensor)) is not None:
             races.access(races.host(), (), (number,), "a C++ function")
         return address(tensor)

@@ -1,4 +1,4 @@
-"""A naive training loop with two full models, and training with lowmem. Both must give equal bits."""
+"""Trains with a naive loop over two full models, and with lowmem. The resulting weights must be bit-identical."""
 
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -26,8 +26,8 @@ CLIPS = {
 
 
 def configured(config, precision, optim, clip, accumulation, scheduler, *more):
-    """Returns the config of a run of six steps. With `fixed` accumulation, windows have four micro-batches, and a short
-    window ends each epoch."""
+    """Returns the config of a run of six steps. With `fixed` accumulation, a window has four micro-batches, except for
+    a short window at the end of each epoch."""
     named = (f"precision={precision}", f"optim={optim}", f"accumulation={accumulation}")
     lines = parity.overrides(*named, *more)
     lines = [line for line in lines if line.split("=")[0] not in ("scheduler", "scheduler.warmup_steps")]
@@ -37,7 +37,7 @@ def configured(config, precision, optim, clip, accumulation, scheduler, *more):
 
 
 def linked_by(lane):
-    """Returns a context manager in which masters use a staged link over `lane`."""
+    """Returns a context manager in which fp32 masters exchange gradients and weights with the device over `lane`."""
     return patch.object(master_weights, "link_to", lambda device: StagedLink(lane, slot_bytes=4096, slots=2))
 
 
@@ -52,10 +52,10 @@ def windows(cfg):
 
 
 def naive(cfg):
-    """Trains with two full models and all gradients in fp32. Returns (fp32 weights, 16-bit weights, number of skipped
-    windows)."""
+    """Trains with an fp32 model and a 16-bit model, and sums all gradients in fp32. Returns (fp32 weights, 16-bit
+    weights, number of skipped windows)."""
     dtype = torch.float16 if cfg.precision.target.endswith(".Float16Master") else torch.bfloat16
-    with widened(dtype, cfg.device):  # as lowmem does: another order of sums would change bits
+    with widened(dtype, cfg.device):  # as in lowmem, because another order of sums would change bits
         return _naive(cfg, dtype)
 
 
@@ -96,8 +96,8 @@ def _naive(cfg, dtype):
 
 
 def rounded(wide, dtype):
-    """Rounds fp32 weights as lowmem's masters do: to fp16 with ties to even, and to bf16 with ties away from zero, so
-    that 16 more bits restore the fp32 value."""
+    """Rounds fp32 weights as lowmem's masters do: to fp16 with ties to even; to bf16 with ties away from zero, so that
+    the bf16 value and 16 more bits restore the fp32 value."""
     if dtype == torch.float16:
         return wide.half()
     upper = (wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)

@@ -1,4 +1,4 @@
-"""Turns the words of a command into a run, without Hydra's main."""
+"""Makes a run from the words of a command, without `hydra.main`."""
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -12,10 +12,10 @@ from lowmem.system.errors import Refused
 
 
 def typed_run(words: list[str], config: str = "config") -> Run:
-    """Returns the run of a command. Args: words: the command's arguments; config: the main config of conf/.
+    """Returns the run of a command. Args: words: arguments of the command; config: name of a main config in conf/.
 
     Raises:
-        Refused: Hydra or lowmem refuses the words. The message is the one that the command prints.
+        Refused: Hydra or lowmem refuses the words. The command would print the same message.
     """
     lines = cli.prepare(words)
     try:

@@ -4,7 +4,8 @@ from lowmem.training.module import CausalLM
 
 
 def z_of_each_micro_batch(monkeypatch):
-    """Makes the KTO loss compute a separate z from the rows of each micro-batch, instead of one z per window."""
+    """Makes the KTO loss of a micro-batch use a z that is computed from this micro-batch, instead of the z of the
+    window."""
     right = CausalLM._run_micro_batch
 
     def wrong(self, micro_batch, weight, sums):

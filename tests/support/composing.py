@@ -53,8 +53,8 @@ def parse_line_once(self, line, rule):
 
 
 def extend_path_if_asked(self, config_name, parsed_overrides, repo):
-    """Calls Hydra's extension of the search path only if the call may change the path, because it parses the main file
-    again."""
+    """Calls Hydra's extension of the search path only if the call may change the path, because the extension parses the
+    main file again."""
     key = (*places(repo), config_name)
     typed = any(line.get_key_element() == "hydra.searchpath" for line in parsed_overrides)
     if typed or key not in _plain:

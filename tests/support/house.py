@@ -26,7 +26,7 @@ def techniques(source: Path, conf: Path) -> set[str]:
 
 
 def wrong(source: Path, names: set[str]) -> Iterator[str]:
-    """Yields a message for each line under `source` that breaks a rule. Args: names: names of techniques."""
+    """Yields a message for each violation of a rule under `source`. Args: names: names of techniques."""
     files = {file: file.read_text(encoding="utf-8") for file in sorted(source.rglob("*.py"))}
     trees = {file: ast.parse(text) for file, text in files.items()}
     own = {name for tree in trees.values() for name in members(tree)}

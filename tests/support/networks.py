@@ -48,7 +48,7 @@ def fp64_loss(model: nn.Module, batch):
 
 
 class Nothing:
-    """Stands in for a tokenizer. Saves no files."""
+    """Stands in for a tokenizer. Its `save_pretrained` writes nothing."""
 
     is_fast = False
 

@@ -1,5 +1,5 @@
 """The oracle, a reference implementation of training in plain PyTorch in fp32. It computes each optimizer step from one
-large batch, with update rules that are written from their papers.
+large batch, with update rules that follow the papers.
 
 The oracle imports nothing from lowmem; it gets the model as an argument.
 """

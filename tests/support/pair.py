@@ -63,7 +63,7 @@ class Case:
         lines: overrides in addition to BASE (with a `network`, to `parity.BASE`), including the strategy.
         together: number of rows of a micro-batch, summed over all data ranks.
         network: key of `streams.MODELS`; None: the model of BASE.
-        from_data: True if rows come from `cfg.data`; False: from `parity.rows_for`.
+        from_data: True takes the rows from `cfg.data`; False takes the rows from `parity.rows_for`.
         overflow: (window from 0, rank, where): makes gradients of this window on this rank overflow. where: "loss"
             multiplies the loss by 1e30; "element" sets one element of the rank's gradients to infinity. None: no
             overflow.

@@ -1,5 +1,5 @@
-"""Defines preference losses, which are written from their papers and use all logits in fp64, and rows with answers of
-different lengths.
+"""Defines preference losses, which follow the papers and use all logits in fp64, and rows with answers of different
+lengths.
 
 Only the classes of rows and micro-batches are imported from lowmem.
 """

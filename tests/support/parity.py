@@ -75,7 +75,8 @@ SIBLINGS = (
         *COMPILED,
     ),
 )
-# All techniques of conf/ when benchmarks/results/techniques.json was written: its keys, and the defaults.
+# All techniques of conf/ when benchmarks/results/techniques.json was written: the keys of its entry "refused", and the
+# defaults.
 SHIPPED = (
     *json.loads((Path(__file__).parents[2] / "benchmarks/results/techniques.json").read_text())["refused"],
     *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),

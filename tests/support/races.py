@@ -97,7 +97,7 @@ def gradient_freed_before_its_copy_has_run(patch):
 
 def copy_before_the_gradient_is_complete(patch):
     """Each copy to the host waits for the event for which the lane's first copy waited, instead of the event after
-    which its gradient is complete."""
+    which the gradient is complete."""
     copy = CardLane.copy
 
     def early(self, to, source, after):

@@ -78,7 +78,8 @@ def shape(place: Sequence[Line]) -> Hashable:
 
 
 def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> Iterator[str]:
-    """Yields a text for each pair of equal places. The two places are as long as possible and do not overlap.
+    """Yields "file:first-last ~ file:first-last" (line numbers) for each pair of equal places. The two places are as
+    long as possible and do not overlap.
 
     Args:
         like: function that takes the lines of a place. Returns a key that is equal for equal places, or None if the

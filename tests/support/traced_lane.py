@@ -83,7 +83,7 @@ class Races:
 
         Args:
             watch: True watches the storage from now on.
-            on_host: True marks the storage as host memory. Ignored for a storage that is already watched.
+            on_host: True marks the storage as host memory, unless the storage is already watched.
         """
         storage = tensor.untyped_storage()
         place = storage._cdata
@@ -110,7 +110,7 @@ class Races:
 
     def access(self, stream, reads, writes, name):
         """Reports that work on a stream reads and writes storages, and collects the errors. Args: reads, writes:
-        numbers of storages; name: name of the work in errors."""
+        numbers of storages; name: name of the work for error messages."""
         with self.lock:
             reads, writes = set(reads) - set(writes), set(writes)
             self.checked += len(reads) + len(writes)

@@ -173,7 +173,7 @@ def trainer(cfg, plugins, callbacks, strategy=None):
 
 
 def decay_late(monkeypatch):
-    """Makes bitsandbytes' kernels on the CPU decay a weight after its update, as the CUDA kernels for AdamW do
+    """Makes bitsandbytes' kernels decay a weight after its update, as the CUDA kernels for AdamW do by themselves
     (bitsandbytes issue 2010)."""
 
     def late(kernel):

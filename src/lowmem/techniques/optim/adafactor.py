@@ -115,7 +115,8 @@ def _factored(state: dict, shape: Shape, pieces: list[Piece], read: Read, group:
 
 
 def _each(state: dict, shape: Shape, pieces: list[Piece], read: Read, group: dict) -> Scale:
-    """Updates the running mean square of each element of a vector. Returns: see `_factored`."""
+    """Updates the running mean square v of each element of a vector. Returns: a function as in `_factored`, for this
+    v."""
     squares, beta = state["exp_avg_sq"].view(shape), _beta(state, group)
     for piece in pieces:
         squares[piece].mul_(beta).add_(read(piece).square_().add_(group["eps"][0]), alpha=1.0 - beta)

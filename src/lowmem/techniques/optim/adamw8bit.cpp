@@ -11,7 +11,7 @@ namespace {
 
 constexpr long BLOCK = 256;
 constexpr int LEAST = 2;  // smallest code of u
-constexpr float NOTHING = 1e-30f;  // a block whose largest magnitude is at most this is stored as zeros
+constexpr float NOTHING = 1e-30f;  // a block whose largest magnitude is at most this gets the smallest codes
 
 // Scalars of the update, in the order of `Rule` and `Reading` in Python.
 struct Rule {
@@ -24,7 +24,7 @@ struct State {
     float *m_top, *u_top;  // largest magnitude of each block
 };
 
-// fp32 weights `p`, and their 16-bit copy `rounded`, which is updated too; null: there is no copy.
+// fp32 weights `p`, and their 16-bit copy `rounded`, which is updated too. `rounded` is null if there is no copy.
 template <class W>
 struct Whole {
     float *p;

@@ -34,11 +34,12 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
-# The smallest code of u. Its value is (2 / 255)^2 times the largest u of the block. The smallest nonzero m is (1 /
-# 127)^2 times the largest m of the block, and both factors are about equal. So the update m / u of the block's smallest
-# elements is not larger than that of its largest elements.
+# The smallest code of u: it stands for (2 / 255)^2 times the largest u of the block. The smallest nonzero m is (1 /
+# 127)^2 times the largest m of the block, and both factors are about equal. So m / u is about the same for the smallest
+# m and u of a block as for the largest.
 LEAST = 2
-# A block whose largest magnitude is at most this is stored as zeros, since 1 / magnitude might overflow.
+# A block whose largest magnitude is at most this gets the smallest codes (0 for m, LEAST for u), since 255^2 /
+# magnitude might overflow.
 NOTHING = 1e-30
 SMALL = 4096  # parameters with fewer elements keep fp32 state, as in bitsandbytes
 # Elements that torch operators process at once. Intermediate results fit in a CPU's cache, or take 0.2 GiB on a card.
@@ -83,8 +84,8 @@ class HostAdamW8bit(Optimizer, OnePass):
         Args: see `OnePass.step_from`.
 
         Raises:
-            ValueError: the C++ function cannot update the weight, because it is not stored in contiguous tensors, or
-                is neither in fp32 nor in two halves.
+            ValueError: the C++ function cannot update the weight, because the weight is not stored in contiguous
+                tensors, or is neither in fp32 nor in two halves.
         """
         gradient, group, p, reading, rounded = step
         state, like = self.state[p], p if rest is None else rest
@@ -219,6 +220,6 @@ def _chunk_step(chunk: Chunk, scratch: Tensor, rule: Rule, reading: Reading) -> 
     p.mul_(rule.keep).addcdiv_(m, torch.mul(u, rule.widened, out=x).add_(rule.eps), value=-rule.rate)
     torch.amax(torch.abs(m, out=x), 1, out=m_top)
     torch.amax(u, 1, out=u_top)
-    # divide a block by 1 if it is stored as zeros
+    # divide by 1 instead of a magnitude of at most NOTHING
     m8.copy_(x.mul_((127**2 / m_top.where(m_top > NOTHING, 1.0))[:, None]).sqrt_().copysign_(m).round_())
     u8.copy_(u.mul_((255**2 / u_top.where(u_top > NOTHING, 1.0))[:, None]).sqrt_().round_().clamp_(min=LEAST))

@@ -10,7 +10,7 @@ For every class:
 
 For bitsandbytes' optimizers also:
 
-- Adam, Lion and AdEMAMix apply weight decay before the update, as AdamW does, on every device.
+- Adam, Lion and AdEMAMix apply weight decay before the update on every device, as torch's AdamW does.
 - `state_bits` sets the bits of a group's state. Parameters with fewer than 4096 elements keep 32-bit state.
 - An 8-bit second moment is not rounded to zero, except in a block of zeros.
 - 8-bit Adam and Lion have a fast step on a CPU (`bitsandbytes_cpu.py`).
@@ -136,10 +136,10 @@ def _decay_before_the_update(optimizer: Optimizer) -> None:
 
 
 def _hold_no_second_moment_of_zero(optimizer: Optimizer) -> None:
-    """Replaces zero by a small value among the 256 values that bitsandbytes uses for second moments, on every device.
-    If a second moment were rounded to zero but its first moment m were not, the update would be lr * m / eps, thousands
-    of times lr. Second moments that are exactly zero get this small value too, which makes their later updates slightly
-    smaller; only in a block of zeros they stay zero."""
+    """Among the 256 values that bitsandbytes uses for second moments, replaces zero by a small value, on every device.
+    If the second moment of an element were rounded to zero, but its first moment m were not, its update would be lr * m
+    / eps, thousands of times lr. Second moments that are exactly zero get the small value too, which makes later
+    updates of these elements slightly smaller; only in a block of zeros they stay zero."""
     optimizer.fill_qmap()
     _replace_zero(optimizer.name2qmap["udynamic"])
 

@@ -1,11 +1,11 @@
 """Updates weights inside backward: each weight is updated as soon as its gradient is complete, and then the gradient is
 freed.
 
-This saves the memory of most gradients, 4 bytes per parameter (2 with 16-bit weights), because only few gradients exist
-at the same time. The config refuses the combination with techniques that need all final gradients before the first
-update: clipping by the global norm, loss scaling (an overflow would be known only at the end of backward), gradient
-accumulation, several devices, and on_nonfinite=skip. It also refuses precisions that run the optimizer on the host.
-Source: Lv et al. 2023, arXiv 2306.09782.
+This saves the memory of most gradients, 4 bytes per parameter (2 with 16-bit weights), because only a few gradients
+exist at the same time. The config refuses the combination with techniques that need all final gradients before the
+first update: clipping by the global norm, loss scaling (an overflow would be known only at the end of backward),
+gradient accumulation, several devices, and on_nonfinite=skip. It also refuses precisions that run the optimizer on the
+host. Source: Lv et al. 2023, arXiv 2306.09782.
 """
 
 from lightning.pytorch import Callback, LightningModule, Trainer

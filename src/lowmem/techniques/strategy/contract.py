@@ -34,6 +34,10 @@ from lowmem.techniques.strategy.in_place import InPlace
 class OneDevice:
     """The strategy of a single process, and the base class of all strategies.
 
+    All ranks must call the methods in the same order, because a subclass may communicate in them. Only these methods
+    never communicate: `data_ranks`, `folder`, `widen`, `sent_as`, `lightning`, `release`, `local`, `local_parameters`
+    and `shard_of`.
+
     Args:
         device: the type of the device that computes, cpu or cuda.
         devices: the number of processes.
@@ -76,12 +80,13 @@ class OneDevice:
 
     def rank_0_first(self, work: str = "work alone") -> AbstractContextManager:
         """Context manager for work that rank 0 does first. The other ranks wait, without a time limit, and then do the
-        work too. Args: work: name of the work, for messages."""
+        work too. Args: work: name of the work, for messages. Raises: RankLost: on the other ranks, if rank 0 fails,
+        exits or cannot be reached."""
         return nullcontext()
 
     def leave_after_rank_0(self, work: str = "work alone") -> AbstractContextManager:
         """Context manager for work that all ranks do at the same time. At its end, the other ranks wait without a time
-        limit until rank 0 has finished. Args: work: name of the work, for messages."""
+        limit until rank 0 has finished. Args, Raises: see `rank_0_first`."""
         return nullcontext()
 
     # --- before the first step ------------------------------------------------------------------------------------
@@ -91,8 +96,9 @@ class OneDevice:
         return nullcontext()
 
     def widen(self, read: torch.dtype, dtype: torch.dtype) -> None:
-        """Called only on rank 0, if its loaded weights have fewer bits than the run's dtype. Args: read: dtype of the
-        loaded weights; dtype: the run's dtype, to which each rank converts its shard."""
+        """Sets the result of `sent_as` for weights that were loaded with fewer bits than the run's dtype. Called only
+        on rank 0. Args: read: dtype of the loaded weights; dtype: the run's dtype, to which each rank converts its
+        shard."""
 
     def sent_as(self, tensor: Tensor) -> torch.dtype:
         """Returns the dtype that a tensor of the loaded model will have in the run."""
@@ -101,7 +107,7 @@ class OneDevice:
     def shard(self, module: LightningModule) -> None:
         """Replaces the module's parameters by this rank's shards, if `divides` is True. Before this call, every rank
         has the modules of the full model: with weights in host memory if `builds` is True, otherwise on the meta
-        device."""
+        device. Raises: Refused: the strategy cannot divide this model."""
 
     def lightning(self) -> Strategy:
         """Returns the strategy for Lightning's Trainer: a strategy for one device, even if there are several ranks."""
@@ -134,7 +140,8 @@ class OneDevice:
 
     def gather_gradients(self) -> None:
         """Sets `grad` of the parameters that `local` returns, and sums gradients over ranks where backward has not done
-        so. Called after the last backward pass of a window."""
+        so. Called after the last backward pass of a window. Raises: Refused: a gradient is missing or was not
+        summed, or differs between ranks whose copies of a weight must stay equal."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Returns the L2 norm of the gradients of the full model. An element that several ranks have counts once. Args:
@@ -143,7 +150,7 @@ class OneDevice:
 
     def clear_gradients(self) -> None:
         """Frees or resets the gradients of the model's parameters, after the gradients of local parameters have been
-        freed. Called at the end of each window, also if the step was skipped."""
+        freed. Called at the end of each window that was computed, also if its step was skipped."""
 
     # --- parameters -----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class DataParallel(Several):
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
         self.forward = None
-        self._step = ExitStack()
+        self._step = ExitStack()  # contexts from `gather_gradients` to `clear_gradients`
         self._idle: set[str] = set()  # names of trained parameters that have not received a gradient yet
         self._watching: list[RemovableHandle] = []
 
@@ -58,12 +58,12 @@ class DataParallel(Several):
         return reducer
 
     def _make_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Creates zero gradients that are views of DDP's buckets, by a backward pass with a reduction. Without them,
-        the first micro-batches of the first window, whose gradients are not reduced, would create gradients outside of
-        the buckets."""
+        """Creates zero gradients that are views of DDP's buckets, by backward passes that reduce them over all
+        ranks. Without such gradients, the first micro-batches of the first window, which do not reduce gradients, would
+        create gradients outside of the buckets."""
         self.forward.reducer.prepare_for_backward([])
-        # DDP assigns parameters to buckets in the order of their gradients; a backward pass computes them in about the
-        # reverse order of the parameters
+        # DDP assigns parameters to buckets in the order of their gradients; a backward pass computes gradients in about
+        # the reverse order of the parameters
         for p in reversed(parameters):
             p.backward(torch.zeros_like(p))
 
@@ -96,7 +96,7 @@ class DataParallel(Several):
 
     def _check_used(self) -> None:
         """Checks after the first window that every trained parameter has received a gradient on every rank. DDP does
-        not reduce a bucket in which a gradient is missing. Raises: Refused."""
+        not reduce a bucket in which a gradient is missing. Raises: Refused: on all ranks."""
         self._watch_no_more()
         if unused := next(filter(None, self.all_gather(sorted(self._idle))), None):
             raise Refused(

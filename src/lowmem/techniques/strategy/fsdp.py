@@ -2,11 +2,11 @@
 of a block shortly before the block computes.
 
 Each of N devices stores 1/N of weights, gradients and optimizer state, and temporarily the full weights of two blocks:
-the block that computes, and the block that computes next. The weights outside the blocks (embedding, head) stay
-gathered from forward to the end of backward. Costs, per micro-batch, two all-gathers of the blocks' weights, one
-all-gather of the weights outside the blocks, and one reduce-scatter of all gradients. With `strategy=fsdp_offload` the
-shards are in host memory, and the CPU runs the optimizer. Source: Zhao et al. 2023, arXiv 2304.11277; torch's
-fully_shard.
+the block that computes, and the block that computes next. In backward, each device also stores the full gradients of a
+block until they are reduced. The weights outside the blocks (embedding, head) stay gathered from forward to the end of
+backward. Costs, per micro-batch, two all-gathers of the blocks' weights, one all-gather of the weights outside the
+blocks, and one reduce-scatter of all gradients. With `strategy=fsdp_offload` the shards are in host memory, and the CPU
+runs the optimizer. Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
         module: the module whose model is sharded in place, and whose loss is wrapped by `Resharding`.
         mesh: the ranks over which parameters are sharded.
         offload: True: keep the shards in host memory.
-        pinned: True: pin the host memory of the shards.
+        pinned: True: pin the host memory of the shards. Has no effect without `offload`.
     """
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     widest = reduce(torch.promote_types, (p.dtype for p in module.model.parameters()), torch.float32)
@@ -64,7 +64,7 @@ def shard(module: LightningModule, mesh: torch.distributed.device_mesh.DeviceMes
 
 class Resharding(Loss):
     """Reshards the weights outside the blocks after a forward pass without gradients. For this purpose it wraps the
-    loss of a module, and adds a hook to its model.
+    loss of a module, and adds a hook to the module's model.
 
     After a forward pass, fully_shard leaves these weights gathered for the backward pass. Without a backward pass they
     would stay gathered, and other code would see full parameters. So the hook reshards them at the end of a forward

@@ -14,7 +14,7 @@ from lowmem.techniques.strategy.tensor_parallel import TensorParallel
 
 class FullyShardTensorParallel(TensorParallel):
     """Tensor parallelism within groups, and FSDP over the groups. Args: tensor_parallel_size: number of ranks in a
-    group, with consecutive numbers; N devices form N / tensor_parallel_size groups."""
+    group; the ranks of a group are consecutive, and N devices form N / tensor_parallel_size groups."""
 
     def __init__(
         self, device: str = "cpu", devices: int = 1, timeout: float = 600, tensor_parallel_size: int = 2

@@ -1,4 +1,4 @@
-"""Broadcasts a loaded model from rank 0, tensor by tensor; each rank keeps only its shard of a tensor.
+"""Broadcasts a loaded model from rank 0, tensor by tensor; each rank keeps only its shard of each tensor.
 
     1. all ranks build the modules (`Divided.building`): rank 0 with weights, other ranks on the meta device, without
        memory for the weights
@@ -32,7 +32,7 @@ Numbers = dict[str, Tensor]
 
 def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
     """Runs a function on rank 0, and returns its result on all ranks. In a memory plan, runs the function on the traced
-    rank. Raises: Refused: on all ranks, if the function raised Refused on rank 0."""
+    rank. All ranks must call this function. Raises: Refused: on all ranks, if `work` raised Refused on rank 0."""
     result = None
     if ranks.builds:
         try:
@@ -45,8 +45,8 @@ def on_rank_0(ranks: OneDevice, work: Callable[[], object]) -> object:
 
 
 def detach_weights(model: nn.Module, ranks: OneDevice) -> Numbers:
-    """Replaces all parameters and buffers of rank 0's model by meta tensors with the dtypes of the run. Returns: name
-    -> original tensor; a tied parameter has one entry."""
+    """Replaces all parameters and buffers of rank 0's model by meta tensors with the dtypes of the run. Returns:
+    a dict from names to the original tensors; a tied parameter has one entry."""
     numbers = {}
     for name, p in model.named_parameters():
         detached = nn.Parameter(torch.empty_like(p, device="meta", dtype=ranks.sent_as(p)), p.requires_grad)
@@ -82,8 +82,8 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
-    """Broadcasts the weights and buffers of rank 0, and copies each rank's shards of them. Args: numbers: on rank 0 the
-    result of `detach_weights`, which this call empties; ignored on other ranks."""
+    """Broadcasts the weights and buffers of rank 0, and copies this rank's shards of them into the model. Args:
+    numbers: on rank 0 the result of `detach_weights`, which this call empties; ignored on other ranks."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: buffer for name, _, _, buffer in buffers(model)}
     for name, full in _arriving(numbers, ranks):
@@ -94,9 +94,9 @@ def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> Non
 
 
 def _check(model: nn.Module, ranks: OneDevice) -> None:
-    """Checks that this rank's parameters have the names, shapes and dtypes of rank 0's parameters. These may differ,
-    because loading weights can change the model on rank 0, for example by untying a weight. Raises: Refused: only on
-    ranks other than 0."""
+    """Checks that this rank's parameters have the names, shapes and dtypes of rank 0's parameters. The parameters can
+    differ, because loading weights can change the model on rank 0, for example by untying a weight. Raises: Refused:
+    only on ranks other than 0."""
     ours = {name: (p.shape, ranks.sent_as(p)) for name, p in model.named_parameters()}
     theirs = ranks.broadcast(ours)  # rank 0's parameters
     if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
@@ -138,7 +138,7 @@ def shard_and_send(
         device: device of the shards.
 
     Raises:
-        Refused: this rank's parameters differ from the parameters of rank 0.
+        Refused: this rank's parameters differ from the parameters of rank 0, or `lay_out` raised Refused.
     """
     _check(model, ranks)
     numbers = {} if ranks.rank else detach_weights(model, ranks)

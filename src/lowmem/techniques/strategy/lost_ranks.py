@@ -76,9 +76,9 @@ def watchdog_message(words: str) -> str | None:
 
 
 def collective(frames: traceback.StackSummary) -> str:
-    """Returns the name of the innermost public function of torch.distributed on the stack, followed by the innermost
-    function of lowmem with file and line. DDP's all-reduce runs inside the autograd engine, without a Python frame, so
-    it is recognized by the frame that started backward."""
+    """Returns the name of the innermost public function of torch.distributed in the traceback (or "A collective"),
+    followed by the innermost function of lowmem with file and line. DDP's all-reduce runs inside the autograd engine,
+    without a Python frame, so it is recognized by the frame that started backward."""
     names = [frame.name for frame in frames if _in_torch(frame) and _is_public(frame.name)]
     if names:
         call = names[-1]

@@ -10,7 +10,7 @@ computes with sharded logits instead.
 
 torch's `parallelize_module` applies the styles. Sharded parameters are DTensors, and most collectives are DTensor's.
 Matrix products use plain tensors, so code that observes operators (memory tracker, selective checkpointing) sees the
-same operators as in a run without sharding.
+same products as in a run without sharding.
 
 torch's own styles, ColwiseParallel and RowwiseParallel, multiply DTensors. In a measurement, a block took twice as much
 host time with torch's styles as with the styles of this module, and every rank had embedding gradients of full size.
@@ -43,8 +43,8 @@ class Group:
 
     def entering(self, x: Tensor) -> Tensor:
         """Returns x as a tensor whose gradient is all-reduced in backward. Layers with a common input, such as query,
-        key and value, get the same tensor object. So autograd first sums their gradients of this input on each rank,
-        and one all-reduce follows. Args: x: a tensor that is equal on all ranks."""
+        key and value, get the same tensor object until `leaving` is called. So autograd first sums their gradients of
+        this input on each rank, and one all-reduce follows. Args: x: a tensor that is equal on all ranks."""
         if id(x) not in self._entered:
             entered = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             self._entered[id(x)] = x, entered
@@ -170,7 +170,8 @@ class Embedding(ParallelStyle):
 
 class HeadShard(ResidentHead):
     """Provides this rank's shard of the head's matrix to a loss, in tiles. `HeadSource` and `ResidentHead` describe the
-    methods."""
+    methods, except `matrix`, which returns the full matrix for `matrix_of` (`model/head_tiles.py`). `matrix`, `joined`
+    and `summed` communicate, so all ranks of the group must call them."""
 
     def __init__(self, linear: nn.Linear, group: Group) -> None:
         self.linear, self.group = linear, group

@@ -1,16 +1,16 @@
 """`strategy=pipeline`: each device has consecutive blocks, and micro-batches pass from device to device.
 
     stage 0    F0 F1 F2 F3             B0 B1 B2 B3    F: forward, B: backward of micro-batches 0 to 3 (GPipe)
-    stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states (B x T, H) are sent to the next stage,
+    stage 1       F0 F1 F2 F3       B0 B1 B2 B3       hidden states are sent to the next stage,
     stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
-Each device stores the weights, gradients and optimizer state of its own stage only. The stages exchange hidden states,
-gradients of hidden states, and gradients of tied weights. With stochastic rounding they also exchange the tied weights.
-Other strategies that divide a model usually communicate more. Costs idle time while the pipeline fills and drains: (S -
-1) / (n + S - 1) of a step, for n micro-batches and S stages that take equal time. With GPipe each stage stores the
-activations of all n micro-batches. With 1F1B a stage starts backward as early as possible, and stores the activations
-of at most S micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473;
-torch.distributed.pipelining.
+Each device stores the weights, gradients and optimizer state of its own stage only. Besides hidden states and their
+gradients, the stages exchange once per window: the gradients of tied weights, the loss, and with stochastic rounding
+the tied weights themselves. Other strategies that divide a model usually communicate more bytes. Costs idle time while
+the pipeline fills and drains: (S - 1) / (n + S - 1) of a step, for n micro-batches and S stages that take equal time.
+With GPipe each stage stores the activations of all n micro-batches. With 1F1B a stage starts backward as early as
+possible, and stores the activations of at most S micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan
+et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
 
 Each stage runs in its own process, with these objects:
 
@@ -74,9 +74,9 @@ class Pipeline(Divided):
     # --- before the first step ------------------------------------------------------------------------------------
 
     def shard(self, module: LightningModule) -> None:
-        """Reduces the model to this rank's stage, in place. Replaces the module's loss by `evaluated`, and wraps the
-        model's forward pass in `_answering`; both go through all stages. In training, the last stage calls the original
-        loss.
+        """Reduces the model to this rank's stage, in place. Also replaces the module's loss by `evaluated`, and wraps
+        the model's forward pass in `_answering`. Both replacements serve passes without gradients, which go through all
+        stages. In training, the last stage calls the original loss.
 
         Raises:
             Refused: the model cannot be divided into stages; the logits of the stages differ from the logits of the
@@ -137,8 +137,8 @@ class Pipeline(Divided):
     @property
     def neediest(self) -> tuple[int, ...]:
         """Returns the indices of the stages that may need the most memory: the first (embedding), the last (logits),
-        the stage with the most bytes of weights, and the stage with the most activations. With 1F1B, stage s (from 0)
-        of S stages stores the activations of up to S - s micro-batches."""
+        the stage with the most bytes of weights, and the stage with the most activations (blocks times stored
+        micro-batches). With 1F1B, stage s (from 0) of S stages stores the activations of up to S - s micro-batches."""
         cuts, stages = self.stage.division.cuts, range(self.size)
         stored = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
         most = (max(stages, key=stored.__getitem__), max(stages, key=self.stage.division.bytes))
@@ -166,7 +166,7 @@ class Pipeline(Divided):
         numbers = torch.arange(len(window.micro_batches))
         schedule = self._schedule(work, len(numbers))
         schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self.module.weights.last = True  # before `after_backward` ends the window's last backward pass
+        self.module.weights.last = True  # read by hooks that `after_backward` calls
         work.after_backward()
         for p, group in self._tied:
             dist.all_reduce(p.grad, group=group)
@@ -175,9 +175,8 @@ class Pipeline(Divided):
     def _schedule(self, work: "WindowOfStage", count: int) -> PipelineScheduleSingle:
         """Creates torch's schedule. Each window needs a new schedule, because a schedule has buffers for a fixed number
         and length of micro-batches. A new schedule costs a small message that passes from the first stage to the last
-        and back. With it torch checks that every stage was given the shapes of its inputs and outputs. If a window has
-        fewer micro-batches than stages, GPipe is used: torch's 1F1B raises an error, and would not store fewer
-        activations than GPipe."""
+        and back. With this message torch checks that every stage was given the shapes of its inputs and outputs. GPipe
+        is used for a window with fewer micro-batches than stages, because torch's 1F1B raises an error for it."""
         stage = self.stage
         travels = torch.empty(work.rows, stage.width, dtype=stage.dtype, device="meta", requires_grad=True)
         arrives, leaves = () if stage.first else (travels,), work.loss_sum.to("meta") if stage.last else travels
@@ -186,8 +185,8 @@ class Pipeline(Divided):
         return schedule(place, count, loss_fn=work.before_backward, scale_grads=False)
 
     def clear_gradients(self) -> None:
-        """Also broadcasts tied weights after a step with stochastic rounding, because each stage rounded its copy with
-        its own random numbers."""
+        """With stochastic rounding, also broadcasts tied weights from the lowest stage that has them, because each
+        stage rounded its copy with its own random numbers."""
         super().clear_gradients()
         if self.module.trainer.precision_plugin.draws:
             for p, group in self._tied:
@@ -196,8 +195,8 @@ class Pipeline(Divided):
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluated(self, model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-        """Computes a micro-batch's loss through all stages, without gradients. `shard` makes this method the loss of
-        the module. Returns: the loss, on every stage."""
+        """Computes a micro-batch's loss through all stages. `shard` makes this method the loss of the module. All
+        stages must call it, with gradients disabled. Returns: the loss, on every stage."""
         inputs = micro_batch.inputs | {"use_cache": False}
         loss = self._through(inputs, lambda: self.loss(model, micro_batch))
         return self._of_last(torch.zeros((), device=micro_batch.labels.device) if loss is None else loss)
@@ -220,15 +219,16 @@ class Pipeline(Divided):
         return answered
 
     def _room(self, tensor: Tensor | None) -> Tensor:
-        """Returns a tensor for `_of_last`: on the last stage `tensor` itself, contiguous; on other stages an empty
-        tensor with the shape and dtype of the last stage's tensor. Args: tensor: None on stages other than the last."""
+        """Returns a tensor for `_of_last`: on the last stage `tensor` itself, contiguous; on other stages an
+        uninitialized tensor with the shape and dtype of the last stage's tensor. All stages must call this method.
+        Args: tensor: None on stages other than the last."""
         box = [None if tensor is None else (tensor.shape, tensor.dtype)]
         dist.broadcast_object_list(box, self.size - 1, device=torch.device("cpu"))
         shape, dtype = box[0]
         return torch.empty(shape, dtype=dtype, device=self.place) if tensor is None else tensor.contiguous()
 
     def _through(self, inputs: dict, last: Callable[[], T]) -> T | None:
-        """Computes a forward pass through all stages.
+        """Computes a forward pass through all stages, which must all call this method.
 
         Args:
             inputs: arguments of the model's body.
@@ -327,9 +327,11 @@ class WindowOfStage(nn.Module):
         return scaled if self.ranks.stage.last else None
 
     def after_backward(self) -> None:
-        """Calls Lightning's hooks after a backward pass, if `before_backward` was called since the last call of this
-        method. Called before each forward pass and at the end of a window. So the hooks run only once after several
-        backward passes in a row: all of a window with GPipe, the last ones of a window with 1F1B."""
+        """Calls Lightning's hooks for the end of a backward pass, if `before_backward` was called since the last call
+        of this method. Called before each forward pass and at the end of a window. So the hooks run only once after
+        several backward passes in a row: all of a window with GPipe, the last ones of a window with 1F1B. On the last
+        stage with GPipe, where `before_backward` follows each forward pass, the hooks also run before each forward pass
+        except the first."""
         if self._backward:
             self._precision.post_backward(self.loss_sum, self.ranks.module)
         self._backward = False

@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 PLACES = ("output_dir", "cache_dir")  # keys whose values may differ between ranks
 
-# (DDP's Reducer, group) for each group that could not be freed because an error's traceback still referred to DDP. The
-# next call of `leave` drops the groups whose Reducer has been freed; until then each group keeps three threads.
+# (weak reference to DDP's Reducer, group) for each group that could not be freed because an error's traceback still
+# referred to DDP. The next call of `leave` drops the groups whose Reducer has been freed; until then each group keeps
+# three threads.
 _still_referenced: list[tuple[ref, dist.ProcessGroup]] = []
 
 
@@ -123,7 +124,7 @@ def _compare(ranks: OneDevice, run: Run) -> None:
 
 
 def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:
-    """Checks that all ranks have equal values.
+    """Checks that all ranks, which must all call this function, have equal values.
 
     Args:
         ranks: the strategy.

@@ -1,4 +1,4 @@
-"""Makes other ranks wait for work of rank 0, without a time limit, but only while rank 0 is alive.
+"""Makes the other ranks wait for work of rank 0, without a time limit, but only while rank 0 is alive.
 
 Neither a collective nor torch's store can do this: a collective has a timeout, and Python handles no signals during a
 blocking wait of the store. So the other ranks poll the store. A turn is one piece of work of rank 0, and has a key in
@@ -24,7 +24,9 @@ from lowmem.system.errors import RankLost
 BEAT = "rank 0"  # key in the store; its value is the number of heartbeats, or FAILED
 DONE, FAILED = "done", "failed"
 EVERY = 1.0  # seconds between heartbeats (less with a short timeout); also the longest wait for a thread to end
-LOOK = 0.1  # longest pause between two polls, in seconds; the first pauses are shorter
+# Longest pause between two polls of the store, in seconds (the first pauses are shorter). The main thread looks at the
+# polling thread equally often.
+LOOK = 0.1
 
 
 class Turns:
@@ -41,7 +43,7 @@ class Turns:
         self._count = 0
 
     def next(self) -> str:
-        """Returns the key of the next turn. All ranks must use the same sequence of turns."""
+        """Returns the key of the next turn. All ranks must call this method for the same turns, in the same order."""
         self._count += 1
         return f"turn {self._count}"
 

@@ -26,7 +26,7 @@ from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.strategy.load_in_parts import buffers
 from lowmem.techniques.strategy.rank_0_turns import Turns
 
-APART = 1_000_003  # seed difference of consecutive ranks; larger than the window index, which is added too
+APART = 1_000_003  # seed difference of consecutive ranks; larger than any window index, which is also added to the seed
 
 
 class Several(OneDevice):
@@ -34,11 +34,12 @@ class Several(OneDevice):
 
     Args:
         device, devices: see `OneDevice`.
-        timeout: timeout of collectives, in seconds.
+        timeout: timeout of collectives, in seconds. Subclasses set it for the process groups that they create; for the
+            group of all ranks, `process_group.py` has set it.
     """
 
     several = True
-    turns: Turns  # set by `process_group`; makes other ranks wait for work of rank 0
+    turns: Turns  # set by `process_group`; makes the other ranks wait for work of rank 0
 
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices)
@@ -147,8 +148,8 @@ class Divided(Several):
     """Base class of strategies in which a process has only a part of the parameters: shards (DTensors), or a subset of
     the full parameters.
 
-    Other code sees a shard as a plain tensor (`local`). An optimizer with an elementwise update computes the same bits
-    for an element of a shard as for this element of the full tensor.
+    The optimizer updates a shard as a plain tensor (`local`). An optimizer with an elementwise update computes the same
+    bits for an element of a shard as for this element of the full tensor.
     """
 
     divides = True
@@ -182,8 +183,9 @@ class Divided(Several):
             yield
 
     def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
-        """Returns a device mesh of all processes. Args: timeout: timeout of collectives in the mesh's process groups,
-        in seconds; sizes: name of a dimension -> number of ranks along it."""
+        """Creates a device mesh of all processes, which must all call this method. Args: timeout: timeout of
+        collectives in the mesh's process groups, in seconds; sizes: name of a dimension -> number of ranks along
+        it."""
         mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             set_timeout(group, timedelta(seconds=timeout))
@@ -266,7 +268,7 @@ def in_full(tensor: Tensor) -> Tensor:
 
 class AmongSeveral(InPlace):
     """The Lightning strategy of one of several processes: Lightning sees a single device, but barrier and broadcast are
-    collectives of all ranks."""
+    collectives of all ranks. `broadcast` always sends the object of rank 0."""
 
     strategy_name = "among_several"
 

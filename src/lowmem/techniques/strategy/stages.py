@@ -59,8 +59,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 
     Raises:
         Refused: the model has no list of blocks, or no base model separate from its head; a module that contains blocks
-            has weights of its own; the blocks are not called one after another; or a module does not return hidden
-            states.
+            has weights of its own; the blocks are not called one after another; a module with weights is called both
+            before and after the blocks; or a block or a module with weights returns no tensor of hidden states.
     """
     if model.base_model is model:
         raise refused(model, "has no base model separate from its head")
@@ -82,7 +82,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
 @torch.no_grad()
 def _called(model: PreTrainedModel, watched: list[nn.Module]) -> tuple[list[nn.Module], dict[nn.Module, Output]]:
     """Runs a forward pass over two tokens. Returns: the watched modules in the order of their calls (once per call),
-    and the output format of each called module."""
+    and the output format of each called module. Raises: Refused: a watched module returns no tensor."""
     called, outputs = [], {}
 
     def after(module: nn.Module, _: tuple, output: object) -> None:
@@ -165,8 +165,8 @@ class Division(NamedTuple):
         return [*before, *self.anatomy.blocks[self.cuts[stage] : self.cuts[stage + 1]], *after]
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
-        """Returns the modules whose own tensors, not counting tensors of submodules, exist only on other stages. So a
-        module outside the blocks is left out if its weight is tied to a weight of this stage."""
+        """Returns the modules whose own tensors, not counting tensors of submodules, exist only on other stages. A
+        module outside the blocks is not among them if one of its weights is tied to a weight of this stage."""
         own = {submodule for module in self.own(stage) for submodule in module.modules()}
         others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
@@ -183,7 +183,8 @@ class Division(NamedTuple):
         return *each, {names[module]: output for module, output in layers.outputs.items()}, self.cuts
 
     def bytes(self, stage: int) -> int:
-        """Returns the bytes of a stage's parameters. A parameter that is tied across stages counts on each of them."""
+        """Returns the bytes of a stage's parameters. A parameter that is tied across stages counts on each of its
+        stages."""
         return sum(p.nbytes for p, stages in self.holders.items() if stage in stages)
 
 
@@ -232,7 +233,7 @@ class Stage:
         layers = division.anatomy
         self.width, self.dtype = layers.outputs[layers.blocks[0]].shape[-1], layers.outputs[layers.blocks[0]].dtype
         self.holders = division.holders
-        self.works = False  # True within `entered`; False while backward recomputes activations
+        self.works = False  # True only within `entered`, so not while backward recomputes activations
         self._entering: Tensor | None = None  # hidden states from the previous stage, for this forward pass
         self._changes = ExitStack()
         numbers = {block: number for number, block in enumerate(layers.blocks)}
@@ -303,7 +304,7 @@ class Stage:
 @torch.no_grad()
 def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) -> bool:
     """Returns True if running all stages one after another gives logits that are bit-identical to the logits of the
-    complete model. Dropout must be off."""
+    complete model. Dropout must be off. Raises: Refused: see `Stage.hidden`."""
     expected, hidden = model(**micro_batch.inputs, use_cache=False).logits, None
     for number in range(division.stages):
         stage = Stage(model, division, number)
@@ -318,8 +319,8 @@ def same(model: PreTrainedModel, division: Division, micro_batch: MicroBatch) ->
 
 def _passed_on(output: Output, number: int | None, *args: object, **kwargs: object) -> Tensor | tuple:
     """Replaces the forward pass of another stage's block, or of another stage's module after the blocks. Returns the
-    hidden states unchanged, and None for each further value of the module's output. Appends keys and values of width 1
-    to a KV cache, because a model may read the length of the cache from any block.
+    hidden states unchanged, and None for each further value of the module's output. Appends zeros of width 1 as keys
+    and values to a KV cache, because a model may read the length of the cache from any block.
 
     Args:
         output: format of the module's output.

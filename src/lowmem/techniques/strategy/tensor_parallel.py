@@ -8,14 +8,16 @@
 "Columns" and "rows" refer to a matrix (in, out). Each of the first two lines is a pair: layers that are sharded by
 columns, followed by a layer that is sharded by rows. Within a pair, each rank computes only its own heads or columns.
 In backward, one all-reduce per pair sums the gradient of the pair's input. A loss that reads the head in tiles needs no
-all-gather: each rank computes with its own part of the logits.
+all-gather: each rank computes with its own part of the logits, and the ranks all-reduce statistics of each token's
+logits.
 
 Each of the N ranks of a group stores 1/N of the sharded weights, of their gradients and optimizer state, and of the
-activations within a pair. Norms, hidden states, and biases that are added after an all-reduce are replicated on all
-ranks of the group. Embedding and head are replicated too if they cannot be sharded (`_divide_ends`). For example, the
-vocabulary of GPT-2 has 50257 = 29 x 1733 tokens. The ranks of a group have equal random states, so replicated tensors
-get equal dropout masks. In attention, each rank draws only the masks of its own heads. Source: Shoeybi et al. 2019,
-arXiv 1909.08053; torch's DTensor provides mesh, sharded parameters and collectives.
+activations within a pair (with `fsdp_tensor_parallel.py`, less of the first three). Norms, hidden states, and biases
+that are added after an all-reduce are replicated on all ranks of the group. Embedding and head are replicated too if
+they cannot be sharded (`_divide_ends`). For example, the vocabulary of GPT-2 has 50257 = 29 x 1733 tokens. The ranks of
+a group have equal random states, so replicated tensors get equal dropout masks. In attention, each rank draws only the
+masks of its own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; torch's DTensor provides mesh, sharded parameters
+and collectives.
 
 The tensor-parallel plan of a transformers model (`tp_plan`) maps names of layers to sharding styles. transformers has
 no plan for GPT-2, so this module contains one. torch's `parallelize_module` applies the plan, with the styles of
@@ -41,7 +43,7 @@ from lowmem.techniques.strategy.several import Divided, in_full
 
 log = logging.getLogger(__name__)
 
-QKV, FUSED = "colwise_qkv", 3  # style of a layer that concatenates query, key and value; and their number
+QKV, FUSED = "colwise_qkv", 3  # the style of a layer that concatenates FUSED matrices: query, key and value
 # Model type -> plan, for models without a plan in transformers
 PLANS = {
     "gpt2": {
@@ -54,12 +56,13 @@ PLANS = {
 SUMMED = "replicated_with_grad_allreduce"  # for example q_norm: a rank has the gradient of its own heads only
 COLUMNS = ("colwise", QKV, "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
-# style -> the LoRA matrix (A or B in x A B) that is sharded like the layer; the second matrix is replicated
+# style -> the LoRA matrix (A or B in x A B) that is sharded like the layer. The other LoRA matrix is replicated, and so
+# are both LoRA matrices of a layer whose style is not listed.
 SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}
 # Tolerances of `_compare`. SAME is relative to the norm of the compared gradient. Rounding causes far smaller
 # differences, and a missing all-reduce far larger ones.
 SAME = 1e-3
-NOISE = 1e-6  # relative to the largest norm of all gradients: differences below this are rounding errors
+NOISE = 1e-6  # relative to the largest of the compared norms: differences below this are rounding errors
 NUMBER = r"(?<=\.)\d+(?=\.|$)"  # matches the index of a block, which a plan writes as *
 
 
@@ -139,7 +142,7 @@ def _check_numbers(network: nn.Module, styles: dict[str, str], size: int) -> Non
 
 def _counted(network: nn.Module, name: str, style: str) -> tuple[int, str]:
     """Returns the number of units that must be divisible by the number of ranks, and the name of the unit: heads, or
-    rows or columns of a matrix (out, in)."""
+    rows or columns. Here, and in the error message, these are the rows and columns of a matrix (out, in)."""
     layer, attention = _base(network.get_submodule(name)), network.get_submodule(name.rpartition(".")[0])
     out, entering = reversed(layer.weight.shape) if type(layer) is Conv1D else layer.weight.shape
     if style in ROWS:
@@ -159,8 +162,8 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 
 def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
-    """Returns module name -> torch's style object, for `parallelize_module`: the layers of `styles` that are sharded,
-    and the sharded matrices of their adapters (see `SMALL`)."""
+    """Returns module name -> style object, for `parallelize_module`: the layers of `styles` that are sharded, and the
+    sharded matrices of their adapters (see `SMALL`)."""
     made = {
         "colwise": Colwise(group),
         QKV: Colwise(group, FUSED),
@@ -274,7 +277,7 @@ class TensorParallel(Divided):
         """
         norms = torch.stack([gradient.float().norm() for gradient in gradients.values()])
         least, most = self.group.all_reduced(torch.stack([-norms, norms]), dist.ReduceOp.MAX)
-        self._compared = bool(most.isfinite().all())  # False: the loss scale is too large; the next window compares
+        self._compared = bool(most.isfinite().all())  # False, for example, if the loss scale is too large
         wrong = most + least > SAME * most + NOISE * most.max()
         for p, differs in zip(gradients, wrong.tolist(), strict=True):
             if differs:

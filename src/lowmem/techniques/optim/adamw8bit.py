@@ -1,10 +1,11 @@
 """AdamW with block-wise 8-bit state: 2.03 bytes of state per parameter, and on a CPU one pass over memory per step.
 
-Both moments are stored in blocks of 256 elements. For each block, the largest magnitude is stored in fp32. Each element
-is divided by this magnitude and stored as an 8-bit code on a square-root scale:
+The first moment m, and u, the square root of the second moment v, are stored in blocks of 256 elements. For each block,
+the largest |m| and the largest u are stored in fp32. Each m and u is divided by this largest value, and stored as an
+8-bit code on a square-root scale:
 
-    first moment m     round(127 sign(m) sqrt(|m| / max |m|))       int8
-    second moment v    round(255 sqrt(u / max u)), u = sqrt(v)      uint8
+    m              round(127 sign(m) sqrt(|m| / max |m|))    int8
+    u = sqrt(v)    round(255 sqrt(u / max u))                uint8
 
 Encoding and decoding are plain arithmetic (no lookup in a table of 256 values), so a CPU can use vector instructions.
 The step stores u as a code of at least 2 (`LEAST`), because a second moment that is rounded to zero would turn the next

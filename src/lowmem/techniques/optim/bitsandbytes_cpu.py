@@ -61,7 +61,8 @@ def _native(p: Tensor) -> ctypes.CDLL | None:
 
 def _rule(name: str, config: dict, step: int) -> tuple[float, ...]:
     """Returns the scalars of a step, in the order of the C++ struct `Rule`. As in torch, they are computed in fp64; the
-    step rounds them to fp32 once. sqrt(v) is divided by `widened` (adamw8bit.py has its reciprocal)."""
+    step rounds them to fp32 once. The step divides sqrt(v) by `widened`. (In adamw8bit.py, `widened` is the reciprocal
+    of this number, so that step multiplies.)"""
     (beta1, beta2, *_), lr = config["betas"], config["lr"]
     rate, widened = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if name == "adam" else (lr, 1.0)
     return beta1, 1 - beta1, beta2, 1 - beta2, config["eps"], rate, widened, 1 - lr * config["weight_decay"]

@@ -27,7 +27,7 @@ class DataParallel(Several):
     def __init__(self, device: str = "cpu", devices: int = 1, timeout: float = 600) -> None:
         super().__init__(device, devices, timeout)
         self.forward = None
-        self._step = ExitStack()  # contexts from `gather_gradients` to `clear_gradients`
+        self._step = ExitStack()  # restores the random state in `clear_gradients`, see `gather_gradients`
         self._idle: set[str] = set()  # names of trained parameters that have not received a gradient yet
         self._watching: list[RemovableHandle] = []
 

@@ -82,8 +82,8 @@ def allocate_on(model: nn.Module, device: torch.device, elsewhere: Container[nn.
 
 @torch.no_grad()
 def receive_weights(model: nn.Module, numbers: Numbers, ranks: OneDevice) -> None:
-    """Broadcasts the weights and buffers of rank 0, and copies this rank's shards of them into the model. Args:
-    numbers: on rank 0 the result of `detach_weights`, which this call empties; ignored on other ranks."""
+    """Broadcasts the weights and buffers of rank 0. Copies this rank's shards of the weights, and the buffers, into the
+    model. Args: numbers: on rank 0 the result of `detach_weights`, which this call empties; ignored on other ranks."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: buffer for name, _, _, buffer in buffers(model)}
     for name, full in _arriving(numbers, ranks):

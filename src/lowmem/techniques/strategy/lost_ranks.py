@@ -29,8 +29,7 @@ def rank_lost(error: BaseException, timeout: object) -> RankLost | None:
     error in its chain of causes and contexts is such an error.
 
     Args:
-        error: the error of torch.distributed, or an error that was raised while handling it, for example during
-            cleanup.
+        error: any error, for example an error that was raised while handling an error of torch.distributed.
         timeout: strategy.timeout, in seconds, for the message.
     """
     chain, seen = [error], {id(error)}

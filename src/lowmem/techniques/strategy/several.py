@@ -30,7 +30,7 @@ APART = 1_000_003  # seed difference of consecutive ranks; larger than any windo
 
 
 class Several(OneDevice):
-    """Base class of strategies with several processes. Created after `process_group.py` has joined the process group.
+    """Base class of strategies with several processes. Created after this process has joined the process group.
 
     Args:
         device, devices: see `OneDevice`.

@@ -11,13 +11,12 @@ In backward, one all-reduce per pair sums the gradient of the pair's input. A lo
 all-gather: each rank computes with its own part of the logits, and the ranks all-reduce statistics of each token's
 logits.
 
-Each of the N ranks of a group stores 1/N of the sharded weights, of their gradients and optimizer state, and of the
-activations within a pair (with `fsdp_tensor_parallel.py`, less of the first three). Norms, hidden states, and biases
-that are added after an all-reduce are replicated on all ranks of the group. Embedding and head are replicated too if
-they cannot be sharded (`_divide_ends`). For example, the vocabulary of GPT-2 has 50257 = 29 x 1733 tokens. The ranks of
-a group have equal random states, so replicated tensors get equal dropout masks. In attention, each rank draws only the
-masks of its own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; torch's DTensor provides mesh, sharded parameters
-and collectives.
+Each of the N ranks of a group stores 1/N of the sharded weights, of their gradients and optimizer state (less with
+`fsdp_tensor_parallel.py`), and of the activations within a pair. Norms, hidden states, and biases that are added after
+an all-reduce are replicated on all ranks of the group. Embedding and head are replicated too if they cannot be sharded
+(`_divide_ends`). For example, the vocabulary of GPT-2 has 50257 = 29 x 1733 tokens. The ranks of a group have equal
+random states, so replicated tensors get equal dropout masks. In attention, each rank draws only the masks of its own
+heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; torch's DTensor provides mesh, sharded parameters and collectives.
 
 The tensor-parallel plan of a transformers model (`tp_plan`) maps names of layers to sharding styles. transformers has
 no plan for GPT-2, so this module contains one. torch's `parallelize_module` applies the plan, with the styles of

@@ -63,7 +63,7 @@ SLOW = [
 @pytest.mark.wrong
 @pytest.mark.parametrize("wrong", ["adapter.r=8", *SLOW])
 def test_prediction_for_another_adapter_or_checkpointing_differs_from_the_measurement(config, fit, wrong):
-    """Wrong on purpose: predictions of other runs. Each differs from the measurement by more than 1 % in some phase."""
+    """Wrong variants: predictions for other runs must differ from the measurement by more than 1 % in some phase."""
     typed = row("adapter=lora", "bf16", "every_layer")
     _, folder = fit(*typed)
     phases, found = traced(config(*without(typed, wrong), wrong)).phases, measured(folder)
@@ -162,7 +162,7 @@ def test_base_model_frozen_by_an_adapter_loads_in_bf16_with_less_predicted_host_
 
 
 def test_adapter_on_16_bit_weights_does_not_count_as_training_that_rounds_weights(config):
-    """The search therefore ranks a recipe with 16-bit frozen weights as close to the typed training."""
+    """The search therefore does not count 16-bit frozen weights as a large change of the typed training."""
     assert config("precision=bf16-true").rounds_weights
     assert not config("precision=bf16-true", "adapter=lora").rounds_weights
 
@@ -173,7 +173,8 @@ def test_adapter_on_16_bit_weights_does_not_count_as_training_that_rounds_weight
     [("qlora", "every_layer"), ("qlora", "offload"), ("lora", "every_layer")],
 )
 def test_memory_of_an_adapter_with_a_streamed_base_equals_the_prediction(config, fit, adapter, policy):
-    """The peaks agree to the byte in every phase. Wrong on purpose: a prediction for a resident base model."""
+    """The peaks agree to the byte in every phase. The wrong variant, a prediction for a resident base model, must have
+    more bytes of weights on the device."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"adapter={adapter}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
     _, folder = fit(*typed)

@@ -82,7 +82,7 @@ def test_simulated_allocator_does_not_release_a_partly_used_segment():
 
 
 def test_simulated_allocator_that_releases_no_segments_needs_more_memory(monkeypatch):
-    """Wrong on purpose: a full card does not release its unused segments."""
+    """In the wrong variant, a full card does not release its unused segments."""
     monkeypatch.setattr(Allocator, "_give_back", lambda self: None)
     assert smallest_limit(GROWING) == 126 * MIB
 

@@ -1,8 +1,8 @@
 """Tests the prediction of attention on a card: the kernel that torch chooses, the tensors that it saves for backward,
 and its scratch memory in backward.
 
-attend.py has the formulas with their sources. The tests repeat the formulas by hand, and on a machine with a card they
-also compare with the kernel that torch chooses.
+src/lowmem/plan/tracing/attend.py has the formulas with their sources. The tests derive the formulas again by hand. With
+a card, `pytest -m gpu` also compares the predicted kernels with the kernels that torch chooses.
 """
 
 import re
@@ -58,7 +58,7 @@ EXPECTED = (
     (call(BF16, 64), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),
     (call(BF16, 64, **GROUPED), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),
     (call(BF16, 64, **GROUPED, **DROPS), (MATH, FLASH, FLASH, FLASH, FLASH, FLASH)),
-    (call(BF16, 64, dropout=0.125), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),  # cuDNN accepts dropout in sixteenths
+    (call(BF16, 64, dropout=0.125), (MATH, FLASH, FLASH, FLASH, CUDNN, FLASH)),  # a multiple of 1/16
     (call(BF16, 64, **MASK), (MATH, EFFICIENT, EFFICIENT, EFFICIENT, CUDNN, EFFICIENT)),
     (call(BF16, 66), (MATH, *(FLASH,) * 5)),  # padded to 72
     (call(BF16, 66, **MASK), (MATH,) * 6),
@@ -88,7 +88,7 @@ def test_predicted_attention_kernels_equal_the_table_derived_by_hand(monkeypatch
 
 
 def test_torch_2_11_is_predicted_to_use_cudnn_attention_for_more_calls(monkeypatch):
-    """An H200 with torch 2.11 chose cuDNN for these calls (`pytest -m gpu` compares all calls)."""
+    """An H200 with torch 2.11 chose cuDNN for these calls."""
     monkeypatch.setattr(attention, "LATER_THAN_2_11", False)
     taken = [one for one, names in EXPECTED if kernel(one, 9.0) == CUDNN != names[CARDS.index(9.0)]]
     more = [one for one, _ in EXPECTED if one.dtype == BF16 and one.head in (192, 208, 256)]
@@ -117,7 +117,7 @@ def test_torch_tries_attention_kernels_in_the_assumed_order():
 def test_compute_capabilities_of_efficient_attention_equal_torchs_header():
     text = (TRANSFORMERS / "cuda/mem_eff_attention/kernels/cutlassB.h").read_text()
     bounds = re.findall(r"is_same_v<DT, (?:cutlass::)?(\w+)> && (\d+) <= cc && cc (<=?) (\d+)", text)
-    found = [(name, int(low), int(high) - (sign == "<")) for name, low, sign, high in bounds]  # 2.11 writes < 75
+    found = [(name, int(low), int(high) - (sign == "<")) for name, low, sign, high in bounds]  # 2.11: cc < 75
     dtypes = {"half_t": FP16, "bfloat16_t": BF16, "float": FP32}
     assert {name for name, _, _ in found} == {*dtypes}
     for (name, dtype), capability in product(
@@ -128,9 +128,9 @@ def test_compute_capabilities_of_efficient_attention_equal_torchs_header():
 
 
 def test_efficient_attention_does_not_support_grouped_heads():
-    """Checked in the header and in the shapes of torch up to 2.14. From 2.15 on the kernel may support grouped heads.
-    `attention._efficient` still assumes the math kernel, which needs more memory, until torch's choice has been seen on
-    a card."""
+    """In torch before 2.15, a header does not mention grouped heads, and backward refuses their shapes. From 2.15 on,
+    the kernel may support grouped heads, but `attention._efficient` assumes the math kernel, which needs more memory,
+    until torch's choice has been observed on a card."""
     assert not attention._efficient(call(FP32, 64, **GROUPED), 8.0)
     if Version(torch.__version__) >= Version("2.15"):
         return
@@ -168,8 +168,8 @@ def made(dtype, heads, groups, tokens, size, batch=1, device=None):
 
 
 def measured(capability, tensors, **more):
-    """Returns the bytes saved for backward, including the result, and the further bytes that backward takes at its
-    peak, without the gradient of the result."""
+    """Returns (saved, backward) bytes: the tensors saved for backward, including the result, and the further memory
+    that backward takes at its peak, without the gradient of the result. Args: tensors: arguments of `made`."""
     with torch_private.FakeTensorMode(), card.kernels(True, capability), StorageTracker({}) as tracker:
         q, k, v = made(*tensors)
         given = tracker.now
@@ -181,7 +181,8 @@ def measured(capability, tensors, **more):
 
 
 def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
-    """Returns (saved, backward) bytes. Scratch is rounded up to 256 tokens and to a head size of 96."""
+    """Returns (saved, backward) bytes. For scratch, the kernel rounds 160 tokens up to 256 and the head size of 80 up
+    to 96."""
     out, numbers = 2 * batch * heads * tokens * size, 3 * 8
     gradients = 2 * batch * tokens * size * (heads + 2 * groups)
     scratch = 4 * batch * heads * 256 * 96 + 4 * batch * heads * 256 + 2 * out
@@ -189,15 +190,16 @@ def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
 
 
 def efficient_by_hand(batch=2, heads=4, tokens=72, size=24):
-    """Returns (saved, backward) bytes. The sums of rows are padded to 96 tokens in forward, and scratch to tiles of
-    64 x 64 in backward."""
+    """Returns (saved, backward) bytes. Forward pads the row sums of softmax from 72 to 96 tokens, and backward pads
+    scratch to tiles of 64 x 64."""
     out, numbers = 4 * batch * heads * tokens * size, 2 * 8
     return out + 4 * batch * heads * 96 + numbers, 3 * out + 4 * batch * heads * tokens + 4 * batch * heads * 128 * 64
 
 
 def math_by_hand(batch=2, heads=4, groups=2, tokens=96, size=8):
-    """Returns (saved, backward) bytes. Forward saves the softmax, the scaled query and key, and a value for every head.
-    Backward adds the gradients of softmax and scores; the gradient of the value replaces the value."""
+    """Returns (saved, backward) bytes. Forward saves the softmax, the scaled query, the scaled key and the value (both
+    repeated for every head), and the result. Backward adds the gradients of softmax and scores; the gradient of the
+    value takes the memory of the value."""
     scores, out = 4 * batch * heads * tokens**2, 4 * batch * heads * tokens * size
     return scores + 3 * out + out, 2 * scores
 
@@ -242,8 +244,8 @@ def test_traced_math_attention_with_dropout_saves_the_dropped_scores_and_a_byte_
 
 
 def test_predicted_attention_scratch_of_known_models_equals_hand_computed_bytes():
-    """In MiB: GPT-2 XL and Llama 3.1 8B with flash attention (Llama also with cuDNN), and 32 heads of several sizes
-    with memory-efficient attention."""
+    """The calls are flash attention of GPT-2 XL and Llama 3.1 8B, cuDNN attention of Llama 3.1 8B, and memory-efficient
+    attention with 32 heads of five sizes."""
     mib = 2**20
     with torch_private.FakeTensorMode():
         gpt2, llama = made(BF16, 25, 25, 1024, 64, 4), made(BF16, 32, 8, 4096, 128)
@@ -257,7 +259,7 @@ def test_predicted_attention_scratch_of_known_models_equals_hand_computed_bytes(
 
 
 def test_traced_attention_mask_is_saved_in_the_query_dtype_and_padded():
-    """Each layer saves a copy of the mask. 20 tokens are padded to 24."""
+    """Each layer saves its own copy of the mask, with rows padded from 20 to 24 tokens."""
     with torch_private.FakeTensorMode(), card.kernels(True, 8.6), StorageTracker({}) as tracker:
         q, k, v = made(BF16, 4, 4, 20, 16)
         mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
@@ -312,7 +314,8 @@ def test_traced_attention_flops_equal_the_result_of_torchs_flop_counter(capabili
 def test_traced_attention_runs_once_with_selective_checkpointing_and_twice_with_full_recomputation(
     capability, mask, contexts, times
 ):
-    """The traced operators are the attention operators of a card. Dropout makes attention draw random numbers."""
+    """The trace runs on a CPU, but has the attention operators of a card. With dropout, these operators draw random
+    numbers."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -350,8 +353,8 @@ LLAMA = [*MODELS["llama"], "seq_len=128", "batch_size=2", "optim=sgd", "loss=chu
 
 @pytest.mark.parametrize("checkpointing, layers", [("none", 2), ("offload", 1)])
 def test_grouped_heads_in_fp32_are_predicted_to_keep_full_attention_scores_in_memory(config, checkpointing, layers):
-    """In bf16 the model has a kernel that never stores the scores. In fp32 each layer saves its scores, or recomputes
-    them in backward with gradient_checkpointing=offload."""
+    """In bf16, the kernel never stores the scores. In fp32, each layer saves its scores for backward; with
+    gradient_checkpointing=offload, only the layer that backward has reached has scores in memory."""
     typed = [*LLAMA, f"gradient_checkpointing={checkpointing}"]
     wide, short = (traced(config, *typed, f"precision={precision}") for precision in ("tf32", "bf16"))
     assert wide.advice and short.advice is None
@@ -364,7 +367,7 @@ def test_grouped_heads_in_fp32_are_predicted_to_keep_full_attention_scores_in_me
     assert "a mask" not in wide.advice and "share" in wide.advice
 
 
-def test_eager_attention_traces_equally_for_capability_7_5_and_8_6_and_gets_no_advice_like_cpu_attention(config):
+def test_eager_attention_traces_equally_on_two_capabilities_and_neither_it_nor_cpu_attention_gets_advice(config):
     eager = [traced(config, *LLAMA, "model.attention=eager", capability=c) for c in (7.5, 8.6)]
     assert eager[0].phases == eager[1].phases and eager[0].advice is None
     assert traced(config, *LLAMA, on_card=False).advice is None

@@ -1,14 +1,14 @@
 """Compares the traced peak memory of three recipes with formulas of the tensors that every operator saves.
 
 No term of a formula is fitted to a trace. The tensors that autograd saves for an operator are listed in torch's
-tools/autograd/derivatives.yaml, and the operators of a block in the source of transformers. A product saves both
-factors, addmm its input, a sum nothing; silu its input, tanh and rsqrt their results; a norm its input and two numbers
-per row, log_softmax its result, dropout on a card a mask of one byte per element. A gradient exists only once backward
-has computed it.
+tools/autograd/derivatives.yaml, and the source of transformers shows the operators of a block. A product saves both
+factors; addmm and silu save their input; tanh, rsqrt and log_softmax save their result; a norm saves its input and two
+numbers per row; dropout on a card saves a mask of one byte per element; a sum saves nothing. A gradient exists only
+once backward has computed it.
 
-B sequences of T tokens, N = B x T; width H, inner width F, n heads and g key-value heads of width D, L blocks, a
-vocabulary of V tokens. Each recipe has its peak in another place: at the loss, inside a block that is recomputed, and
-in the optimizer step.
+Notation: B sequences of T tokens, N = B x T; width H, inner width F, n heads and g key-value heads of width D, L
+blocks, a vocabulary of V tokens. The peaks of the three recipes are in different places: at the loss, inside a block
+that is recomputed, and in the optimizer step.
 """
 
 from types import SimpleNamespace
@@ -38,8 +38,8 @@ def lines(architecture, s, *techniques):
 
 def attention_keeps(s, width):
     """Returns the bytes of the result, with `width` bytes per element, and of one fp32 number per row (the logarithm of
-    the sum in softmax). The dropout mask is drawn again from its seed, and the kernel does not copy keys and values of
-    grouped heads."""
+    the sum in softmax). Backward draws the dropout mask again from its seed, and the kernel does not copy keys and
+    values for grouped heads."""
     return width * s.N * s.n * s.D + 4 * s.B * s.n * s.T
 
 
@@ -122,7 +122,8 @@ def llama_matrices(s):
 
 
 def llama_weights(s):
-    """Returns the bytes of all weights in bf16, with an untied head, and of RoPE's frequencies: twice, in fp32."""
+    """Returns the bytes of all weights in bf16, with an untied head, and of RoPE's fp32 frequencies, which the model
+    stores twice."""
     block = sum(rows * columns for rows, columns in llama_matrices(s)) + 2 * s.H
     return 2 * (2 * s.V * s.H + s.L * block + s.H) + 2 * 4 * (s.D // 2)
 
@@ -134,8 +135,8 @@ def llama_norm_keeps(s):
 
 
 def llama_whole_pass(s):
-    """Returns the bytes that are on the card from the first block to the last. Masters, optimizer state and gradients
-    are on the host."""
+    """Returns the bytes that are on the card between forward and backward of the last block: weights, the inputs of all
+    blocks, and RoPE's tables. Masters, optimizer state and gradients are on the host."""
     boundaries = s.L * 2 * s.N * s.H
     rope = 2 * 2 * s.T * s.D + 8 * s.T  # cosines and sines; the positions
     return llama_weights(s) + boundaries + rope
@@ -202,13 +203,14 @@ def llama_shapes(s):
 
 
 def adafactor_state(s):
-    """Returns the bytes of one fp32 number per row and per column of each matrix or per element of a norm, and of one
-    RMS per weight."""
+    """Returns the bytes of Adafactor's fp32 state: one number per row and per column of a matrix or per element of a
+    norm, and one RMS per weight."""
     return sum(4 * sum(shape) + 4 for shape in llama_shapes(s))
 
 
 def adafactor_step(s, scratch=rounding):
-    """Returns the bytes of (gradients, scratch) at the peak. A gradient is freed when its parameter is updated."""
+    """Returns (bytes of gradients, bytes of scratch) at the peak. The gradient of a parameter is freed when the
+    parameter is updated."""
     sizes = [shape[0] * shape[-1] if len(shape) == 2 else shape[0] for shape in llama_shapes(s)]
     return max(((2 * sum(sizes[number:]), scratch(size)) for number, size in enumerate(sizes, start=1)), key=sum)
 

@@ -105,14 +105,14 @@ def test_traced_gelu_of_gpt2_under_autocast_saves_fp32_tensors_on_a_card(config)
     cfg = config(*GPT2, "precision=bf16", "batch_size=8", "seq_len=64")
     beyond = traced(cfg, True).bytes["activations"] - traced(cfg, False).bytes["activations"]
     inner = 8 * 64 * 4 * 64
-    # per block: the input of the power, tanh, and 1 + tanh are saved in 4 bytes instead of 2, and also the 16-bit input
+    # per block: the input of the power, tanh, and 1 + tanh are saved in 4 bytes instead of 2, besides the 16-bit input
     assert 3 * 6 * inner <= beyond <= 3 * 10 * inner
 
 
 def test_gpt2_with_dropout_is_predicted_to_need_less_memory_on_a_card_than_on_a_cpu(config):
     typed = [*GPT2, "batch_size=8", "seq_len=64"]
     plain = traced(config(*typed), False).total
-    elements = 8 * 64 * 64  # of a hidden state; dropout follows the embedding, and twice in each of three blocks
+    elements = 8 * 64 * 64  # of a hidden state; the embedding has one dropout, and each of three blocks has two
     assert traced(config(*typed, *DROPS), True).total - plain == pytest.approx(7 * elements * 1, rel=0.35)
     assert traced(config(*typed, *DROPS), False).total - plain > 3 * 8 * 2 * 64 * 64 * 4 + 7 * elements * 4
 

@@ -64,7 +64,7 @@ def test_printed_rows_of_a_memory_column_add_up_to_the_printed_sum(seed):
 
 
 def test_independently_rounded_memory_rows_do_not_add_up_to_the_rounded_sum():
-    """Wrong on purpose: each row is rounded by itself, so 3 x 0.0004 GiB disappear."""
+    """In the wrong variant, each row is rounded on its own, so 3 x 0.0004 GiB disappear."""
     size = round(0.0004 * GIB)
     thirds = DeviceBytes("step", weights=GIB + size, gradients=GIB + size, optimizer=GIB + size)
     assert sum(round(1000 * size / GIB) for size in thirds.rows.values()) != round(1000 * thirds.total / GIB)
@@ -92,8 +92,8 @@ RUNS = {
 @pytest.mark.parametrize("target", [CARD, CPU], ids=["card", "cpu"])
 @pytest.mark.parametrize("name", RUNS)
 def test_memory_columns_add_up_to_the_traced_memory(config, name, target):
-    """On a card the device's column adds up to the memory that the allocator must be able to reserve, the CUDA context
-    and the gradients in flight."""
+    """On a card, the device column is the sum of three terms: the smallest allocator limit with which the run succeeds,
+    the CUDA context, and the gradients in flight."""
     cfg = config(*RUNS[name]).resolved()
     traced = trace(cfg, target.on_card)
     found = needs(traced, cfg, target, libraries=GIB)
@@ -113,7 +113,7 @@ def test_memory_columns_add_up_to_the_traced_memory(config, name, target):
 
 
 def test_omitting_a_memory_row_changes_the_sum_and_the_verdict_that_a_run_does_not_fit(config):
-    """Wrong on purpose: each row of the columns is omitted in turn."""
+    """The wrong variants omit each row of the columns in turn."""
     found = predict(config("precision=bf16-master").resolved(), CARD)
     for whole in (found.device, found.host):
         for name, size in whole.rows.items():

@@ -41,8 +41,8 @@ RUN += ("accumulation=fixed", "accumulation.batches=2")
 def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
     config, fit, tmp_path, monkeypatch, precision, optim, holds
 ):
-    """Files are predicted to the byte, and host tensors within 1 %. Wrong on purpose: files whose tensors are not
-    padded to full pages, and the host memory of a run without a drive."""
+    """Files are predicted to the byte, and host tensors within 1 %. Wrong variants: files whose tensors are not padded
+    to full pages must be smaller, and a run without a drive must need over 10 % more host memory."""
     ended, inside, stop, memory = [], Counter(), Streamed.stop, SwapFiles._memory
 
     def watched(swap_files, swap_file, *args, **kwargs):
@@ -114,8 +114,8 @@ def test_load_prediction_for_16_bit_weights_on_a_drive_has_buffers_instead_of_we
 
 @pytest.mark.parametrize(("stepped", "waits"), [(2, 3.0), (30, 9.0)])
 def test_predicted_update_time_is_the_longer_of_host_time_and_drive_traffic(stepped, waits):
-    """The drive reads 10 bytes per second and writes 5. Reading and writing 30 bytes takes 9 seconds, longer than the
-    3 seconds of the update on the host; 2 bytes take less."""
+    """The drive reads 10 bytes per second and writes 5. Reading and writing 30 bytes takes 9 seconds, longer than the 3
+    seconds of the update on the host. Reading and writing 2 bytes takes less time than the update."""
     lines = ("precision=bf16-master", "clip=1.0", *STREAMED[:2])
     found = shapes(drive=Sizes(files=stepped, stepped=stepped))
     beside, on_drive = cfg(*lines), cfg(*lines, "weights.drive=there")
@@ -127,7 +127,8 @@ def test_predicted_update_time_is_the_longer_of_host_time_and_drive_traffic(step
 
 def test_streamed_weights_on_a_drive_are_predicted_to_arrive_at_the_speed_of_the_drive():
     """Forward (2 seconds) reads 20 bytes and backward (4 seconds) 10 bytes, at 2 bytes per second. The update reads and
-    writes 4 bytes during the next forward pass, while the drive also reads the weights of that pass."""
+    writes 4 bytes in 6 seconds. The next forward pass hides none of them, because the drive also reads the weights of
+    that pass."""
     run = cfg("precision=bf16-master", "clip=1.0", *STREAMED[:2], "weights.drive=there", "weights.drive_holds=all")
     found = shapes(streamed=20, blocks=(2, 10), drive=Sizes(files=4, stepped=4))
     there = card(1e9, 1e9, drive_read=2.0, drive_written=1.0)
@@ -165,7 +166,8 @@ def hosts(planned, *more):  # noqa: F811
 @pytest.mark.matrix
 @pytest.mark.parametrize("drive", ["200GB", pytest.param("folder", marks=pytest.mark.matrix)])
 def test_search_uses_a_drive_only_if_nothing_else_fits(planned, monkeypatch, tmp_path, drive):  # noqa: F811
-    """A model of 40M parameters. Host memory of libraries and CUDA is counted as 0, so that the model dominates."""
+    """The model has 40M parameters. Host memory of libraries and CUDA is set to 0, so that the model needs most of the
+    memory."""
     monkeypatch.setattr("lowmem.system.process.rss_bytes", lambda: 0)
     monkeypatch.setattr(host_bytes, "CUDA_ON_HOST", 0)
     large = tuple(f"model.architecture.{size}" for size in ("n_embd=512", "n_layer=12", "n_head=8"))

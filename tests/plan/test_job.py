@@ -38,7 +38,7 @@ def planned(small, tmp_path, monkeypatch, capsys):
     return run
 
 
-# Choices of four groups. With FOUR and the batch_size of a small run, the search has a single recipe.
+# Choices for four groups. With FOUR and the batch_size of the fixture `small`, the search has a single recipe.
 FOUR = ("precision=bf16", "optim=adamw", "gradient_checkpointing=none", "loss=full")
 STREAMED = ("precision=bf16-master", "optim=adamw8bit", "gradient_checkpointing=every_layer", "loss=full")
 
@@ -95,8 +95,6 @@ def test_plan_table_is_not_wider_than_the_terminal(planned, monkeypatch):
 
 @pytest.mark.matrix
 def test_plan_lists_recipes_that_change_the_training_only_with_may_change_and_no_more_than_necessary(planned):
-    """Without may_change no recipe changes the training. With may_change recipes of another precision or optimizer are
-    listed, but not recipes that change the training more than necessary."""
     fixed = ("ram=64GiB", "gradient_checkpointing=none", "loss=full", "batch_size=1")
     code, said, written = planned("gpu=2GiB", *fixed)
     assert code == 0 and {tuple(recipe["changes"]) for recipe in written["recipes"]} == {()}
@@ -105,7 +103,8 @@ def test_plan_lists_recipes_that_change_the_training_only_with_may_change_and_no
     changed = {tuple(recipe["changes"]) for recipe in written["recipes"]}
     assert {(), ("bf16",), ("bf16", "8-bit state")} <= changed and "No recipe changes" not in said
     assert not any("may_change" in line for line in written["chosen"])
-    assert ("bf16-sr",) not in changed  # changes the training more: only if nothing closer fits
+    # bf16-sr changes the training more, so it is listed only if no recipe closer to the typed training fits
+    assert ("bf16-sr",) not in changed
 
 
 def test_plan_without_a_fitting_recipe_names_the_missing_memory(planned):
@@ -228,8 +227,8 @@ def test_planned_fsdp_on_8_devices_divides_weights_and_optimizer_state(planned):
     typed = ("gpu=2GiB", "ram=64GiB", "search=false", *MODELS["gpt2"])
     one = planned(*typed)[2]["recipes"][0]["phases"]
     eight = planned(*typed, "devices=8", "strategy=fsdp")[2]["recipes"][0]["phases"]
-    # Each of the 40 tensors is divided along its first dimension, with 12 bytes per element: a weight and two states.
-    # Of the embedding's 300 rows most devices get 38. AdamW's step counts are not divided.
+    # Each of the 40 tensors is divided along its first dimension. An element has 12 bytes: a weight and two moments in
+    # fp32. Most devices get 38 of the embedding's 300 rows. AdamW's step counts are not divided.
     embedding, counts, workspaces = 3 * 4 * 64, 40 * 4, 2 * cards.WORKSPACE
     alone, of_eight = (phases["save"]["device"] - workspaces for phases in (one, eight))
     expected = (alone - 300 * embedding - counts) / 8 + 38 * embedding + counts
@@ -240,7 +239,8 @@ def test_planned_fsdp_on_8_devices_divides_weights_and_optimizer_state(planned):
 def test_gemma_2_from_a_folder_is_planned_and_trained_with_the_predicted_peak(
     planned, command, config, small, tmp_path
 ):
-    """Gemma 2 has two alternating kinds of blocks, two soft caps of logits, and no sdpa attention."""
+    """Gemma 2 alternates two kinds of blocks, soft-caps attention scores and logits, and does not support sdpa
+    attention."""
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -271,7 +271,8 @@ def test_gemma_2_from_a_folder_is_planned_and_trained_with_the_predicted_peak(
 
 @pytest.mark.parametrize(("typed", "size"), [("precision=bf16", 4), ("precision=bf16-true", 2)])
 def test_planned_end_of_a_run_on_a_card_needs_host_memory_only_for_the_export(planned, typed, size):
-    """Lightning's teardown would copy the weights and both states of AdamW to the host: three times the memory."""
+    """Lightning's teardown would copy the weights and both moments of AdamW to the host, which needs three times the
+    memory of the export."""
     _, _, written = planned("gpu=2GiB", typed, "optim=adamw", "loss=full", "search=false")
     (recipe,) = written["recipes"]
     ends, trains = (recipe["phases"][name]["host"] for name in ("save", "evaluation"))

@@ -93,7 +93,7 @@ def test_named_card_has_published_rates_even_if_another_card_is_present(measurem
 
 @pytest.mark.gpu
 def test_measured_rates_of_a_card_are_within_the_bounds_of_cards_since_2018_and_stored(monkeypatch, tmp_path):
-    """The bounds, in FLOP/s and bytes/s, hold for any card since 2018."""
+    """Rates are in FLOP/s and bytes/s."""
     monkeypatch.setattr(machine, "CACHE", tmp_path)
     machine.measured.cache_clear()
     found = machine.measured(on_card=True)
@@ -107,8 +107,8 @@ def test_measured_rates_of_a_card_are_within_the_bounds_of_cards_since_2018_and_
 def test_measuring_rates_frees_its_card_memory_unless_a_reference_to_the_tensor_remains(
     measurements, monkeypatch, kept
 ):
-    """`empty_cache` can release only memory that no tensor uses. Wrong on purpose (kept): a reference to the measured
-    tensor remains."""
+    """`empty_cache` can release only memory that no tensor uses. In the wrong variant (kept), a reference to the
+    measured tensor remains."""
     ones, made, held, given_back = torch.ones, [], [], []
 
     def watched(*shape, device):
@@ -173,8 +173,8 @@ def test_unwritable_rates_folder_does_not_stop_a_plan(measurements):
 
 
 def test_two_processes_that_store_rates_concurrently_leave_one_valid_file(measurements, monkeypatch):
-    """A second process stores its rates after the first has written its temporary file and before it renames this file.
-    No temporary file is left."""
+    """A second process stores its rates after the first has written its temporary file and before the first renames
+    this file."""
     here = Machine("any", {"float32": 1.0}, 1.0, link=cards.LinkBandwidth(2.0, 3.0, 0.5))
     write, pid, others = Path.write_text, os.getpid(), iter([1])
 
@@ -193,7 +193,7 @@ def test_two_processes_that_store_rates_concurrently_leave_one_valid_file(measur
 @pytest.mark.process
 @pytest.mark.parametrize(("said", "where"), [("rates", "rates"), ("", "~/.cache/lowmem"), ("~/mine", "~/mine")])
 def test_environment_variable_lowmem_rates_sets_the_folder_of_stored_rates(tmp_path, said, where):
-    """A relative folder is resolved when the process starts."""
+    """A relative folder is resolved against the working directory in which the process starts."""
     prints = "from lowmem.plan.cost.machine import CACHE; print(CACHE)"
     environment = os.environ | {"LOWMEM_RATES": said}
     line = [sys.executable, "-c", prints]

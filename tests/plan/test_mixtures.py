@@ -1,4 +1,5 @@
-"""Tests memory predictions for mixtures of experts, also if the model's code reads which tokens each expert gets."""
+"""Tests memory predictions for mixtures of experts, including models whose code reads the routing of tokens to
+experts."""
 
 import pytest
 from benchmarks.architectures import shrunk
@@ -7,9 +8,10 @@ from lowmem.fit import fit
 from lowmem.plan.prediction import NotPredicted, predict
 from lowmem.plan.target import Target
 
-# A loop over experts; a split by counts that are read on the host; one grouped matrix product.
+# LongCat loops over experts, JetMoe splits tokens by counts that are read on the host, and Mixtral computes one grouped
+# matrix product.
 FAMILIES = ("longcat_flash", "jetmoe", "mixtral")
-OFF = 0.1  # of the device's peak: some of LongCat's experts compute nothing, but are predicted like the others
+OFF = 0.1  # relative error of the peak: some of LongCat's experts compute nothing, but are predicted like the others
 SIZE = ("batch_size=8", "seq_len=128", "precision=32", "optim=sgd", "clip=null", "max_steps=2", "val_sequences=8")
 
 
@@ -28,9 +30,9 @@ def test_peak_memory_of_a_mixture_of_experts_is_predicted_within_10_percent(conf
     assert abs(found.device.total / measured - 1) < OFF
     assert (found.estimate is None) == (name == "mixtral")
     assert name == "mixtral" or "spread evenly" in found.estimate
-    # Wrong on purpose: one traced expert instead of three, and fewer tokens.
+    # Wrong variant: one traced expert instead of three, and a quarter of the tokens.
     monkeypatch.setattr("lowmem.plan.tracing.shapes.EXPERTS", 1)
-    cfg = cfg.knowing(batch_size=2)  # a quarter of the tokens per expert
+    cfg = cfg.knowing(batch_size=2)
     wrong = predict(cfg, Target(on_card=False))
     assert abs(wrong.device.total / measured - 1) > OFF
 

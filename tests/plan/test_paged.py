@@ -1,5 +1,5 @@
-"""Tests predictions for paged optimizer state: it is not counted on the card, and is in host memory if the card is
-full."""
+"""Tests predictions for paged optimizer state, which does not count as device memory and moves to host memory if the
+card is full."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from lowmem.plan.tracing import stand_in, trace
 from lowmem.system.units import GIB
 from lowmem.techniques.optim import build
 
-# Embeddings of 300 x 256 are below the 100,000 elements from which state is paged; matrices of 256 x 768 are above.
+# State is paged from 100,000 elements on. Embeddings of 300 x 256 have fewer elements, and matrices of 256 x 768 more.
 MODEL = ["model.architecture.n_embd=256", "model.architecture.n_layer=2", "model.architecture.vocab_size=300"]
 BYTES = {"paged_adamw8bit": 2, "paged_adamw32bit": 8}  # bytes per element of the two moments
 
@@ -29,8 +29,8 @@ def composed(config, *typed):
 
 
 def large(cfg) -> int:
-    """Returns the number of elements whose state is paged: in each block matrices of 256 x 768 and twice 256 x 1024,
-    but not 256 x 256."""
+    """Returns the number of elements whose state is paged: in each block, one matrix of 256 x 768 and two of 256 x
+    1024, but not the matrix of 256 x 256."""
     assert cfg.model.architecture["n_embd"] == 256
     return cfg.model.architecture["n_layer"] * (256 * 768 + 2 * 256 * 1024)
 
@@ -40,8 +40,8 @@ def large(cfg) -> int:
 def test_paged_optimizer_state_is_not_counted_on_the_card_unless_traced_as_memory_of_the_allocator(
     config, monkeypatch, optim, counted
 ):
-    """The reference is the optimizer without paging. Wrong on purpose (counted=False): the state is traced as memory of
-    torch's allocator."""
+    """The reference is the optimizer without paging. In the wrong variant (counted=False), the state is traced as
+    memory of torch's allocator."""
     if not counted:
         monkeypatch.setattr(
             trace, "stand_in", lambda make, one_kernel, pages: stand_in.stand_in(make, one_kernel, False)
@@ -65,7 +65,7 @@ def test_no_optimizer_state_is_predicted_to_be_paged_without_a_card(config):
 
 
 def test_predicted_pages_of_optimizer_state_move_to_the_host_as_the_card_gets_smaller():
-    # GiB: 4 of paged state; torch and the CUDA context need 3 on the card before a page has room
+    # in GiB: 4 of paged state; torch and the CUDA context need 3, and pages get what remains of the card
     assert {gpu: pages_on_host(4, 3, gpu) for gpu in (2, 3, 4, 7, 8)} == {2: 4, 3: 4, 4: 3, 7: 0, 8: 0}
     assert pages_on_host(4, 3, None) == 0
 
@@ -113,8 +113,8 @@ def test_paged_optimizer_state_is_counted_separately_from_other_optimizer_state(
 
 
 @each_device_slowly
-def test_paged_run_and_resume_save_half_of_the_adamw_state_on_a_card_and_nothing_on_a_cpu(fit, tmp_path, device):
-    """On a card paging saves more than half of AdamW's 8 bytes per parameter. Without CUDA no state is paged."""
+def test_paging_moves_over_half_of_the_adamw_state_off_a_card_and_saves_nothing_on_a_cpu(fit, tmp_path, device):
+    """AdamW's state has 8 bytes per parameter. Without CUDA, no state is paged."""
     lines = (*MODEL, "save_every=2", f"device={device}")
     runs = {
         "adamw": ("optim=adamw",),

@@ -1,9 +1,10 @@
-"""Tests memory and traffic of one of several devices, traced over a simulated process group, against values computed by
-hand.
+"""Tests the traced memory and traffic of one device in a run on several devices, over a simulated process group,
+against values computed by hand.
 
-The model is a Llama of three blocks in fp32. Each of two devices has half of every matrix and norm, because no first
-dimension is odd. After the last block fully_shard has gathered the weights outside of the blocks, but no block, so a
-device holds these gathered weights in addition. If n devices gather S bytes, S (n - 1) / n bytes arrive at each device.
+The model is a Llama of three blocks in fp32. Each of two devices has half of every matrix and norm, because every first
+dimension is even. At the end of forward, the weights outside of the blocks are gathered (by fully_shard), and no block
+is gathered, so each device also holds a full copy of the weights outside of the blocks. If n devices gather S bytes, S
+(n - 1) / n bytes arrive at each device.
 """
 
 from types import SimpleNamespace
@@ -56,7 +57,8 @@ def traced(typed):
 
 
 def exchanged(shapes):
-    """Returns the bytes of all exchanged tensors, before they are divided, by (phase, kind)."""
+    """Returns (phase, kind) -> bytes of all exchanged tensors. Each tensor counts in full, not only the shard of one
+    device."""
     found = {}
     for (phase, one), whole in shapes.sent.items():
         found[phase, one.kind] = found.get((phase, one.kind), 0) + whole
@@ -87,8 +89,8 @@ def test_traced_fsdp_on_two_devices_holds_half_of_the_state_and_gathers_one_bloc
 
 
 def test_traced_first_of_512_fsdp_ranks_holds_one_row_of_small_tensors(traced):
-    """The first rank has one row of tensors with 64 or 128 rows, and four rows of the embedding and of the head. A
-    block has four attention matrices, three MLP matrices and two norms."""
+    """The first rank has one row of each tensor with 64 or 128 rows, four rows of the embedding, and four rows of the
+    head. A block has four attention matrices, three MLP matrices and two norms."""
     first = traced("strategy=fsdp", "devices=512")
     elements = S.L * (4 * S.H + 2 * S.H + S.F + 2) + 2 * S.V // 512 * S.H + 1
     assert first.gradients == 4 * elements
@@ -105,7 +107,8 @@ def test_traced_ddp_keeps_all_gradients_and_reduces_them_once_per_optimizer_step
 
 
 def test_traced_tensor_parallel_reduces_hidden_states_in_every_block(traced, monkeypatch):
-    """Each pass has two all-reduces per block and one for the embedding. The head gathers the logits."""
+    """Forward has two all-reduces per block and one after the embedding; backward has two per block and one for the
+    gradient of the head's input. The head gathers the logits."""
     half = traced("strategy=tensor_parallel", "devices=2", "accumulation=fixed")
     said = exchanged(half)
     for phase in ("forward", EARLIER + "forward", "backward", EARLIER + "backward"):
@@ -138,8 +141,8 @@ def test_gradient_bytes_of_two_traced_pipeline_stages_with_one_micro_batch_and_c
 @pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_planned_memory_of_a_pipeline_is_that_of_its_largest_stage(typed, schedule, monkeypatch):
-    """With a large vocabulary the first and the last stage have one block each. Wrong on purpose: only these two stages
-    are traced."""
+    """With a large vocabulary the first and the last stage have one block each. In the wrong variant, only these two
+    stages are traced, and the prediction is too small."""
     lines = ("strategy=pipeline", "devices=4", f"strategy.schedule={schedule}", "accumulation=fixed")
     cfg = typed(*lines, "accumulation.batches=6", "model.architecture.num_hidden_layers=12")
     stages = [max(point.total for point in trace(cfg, False, rank=rank).phases.values()) for rank in range(4)]
@@ -198,7 +201,7 @@ def test_predicted_host_memory_is_multiplied_by_the_number_of_processes_on_the_h
 @pytest.mark.process
 @pytest.mark.matrix
 def test_measured_memory_of_two_ranks_equals_the_prediction_within_3_percent():
-    """Within 3 %: the plan counts tensors to the byte, and the libraries allocate some counters in addition."""
+    """The plan counts tensors to the byte. The tolerance of 3 % allows for counters that the libraries allocate."""
     rows = {strategy: ranks.row(strategy, "10M", "4 micro-batches, checkpointing") for strategy in ranks.STRATEGIES}
     assert {strategy: one for strategy, one in rows.items() if "refused" in one} == {}
     assert {strategy: error for strategy, one in rows.items() if abs(error := ranks.error(one)) > 0.03} == {}

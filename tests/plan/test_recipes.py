@@ -1,5 +1,4 @@
-"""Tests the search for recipes: it changes only settings that it may change, prefers recipes closest to the typed
-training, and among these the fastest."""
+"""Tests the search for recipes: which settings it may change, and which of the recipes that fit it chooses."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -52,7 +51,7 @@ def typed(*lines, may_change=None):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A route with settings."""
+    """A recipe: its overrides (group or key -> value), its composed run, and its precision and optimizer."""
 
     option: dict
     run: Run
@@ -78,7 +77,7 @@ def all_of(asked, card=None):
 
 @cache
 def found_for(*lines, may_change=None):
-    """Returns the candidates with one micro-batch, no checkpointing and the full loss."""
+    """Returns the candidates with batch_size=1, no checkpointing and the full loss."""
     return all_of(typed(*lines, "batch_size=1", "gradient_checkpointing=none", "loss=full", may_change=may_change))
 
 
@@ -139,7 +138,7 @@ def test_typed_bf16_on_a_card_without_bf16_units_is_refused():
         ([], "bf16-sr", "adamw", 3, ["bf16-sr"]),
         ([], "32", "adafactor", 3, ["adafactor for adamw"]),
         ([], "bf16-sr", "adafactor", 3, ["bf16-sr", "adafactor for adamw"]),
-        (["precision=bf16-true"], "bf16-sr", "adamw", 3, ["bf16-sr"]),  # with may_change
+        (["precision=bf16-true"], "bf16-sr", "adamw", 3, ["bf16-sr"]),
         (["precision=bf16-sr"], "bf16-master", "adamw", 2, ["bf16-master"]),
         (["optim=adamw8bit"], "32", "adam8bit", 2, ["8-bit state"]),
         (["precision=bf16"], "bf16", "adam8bit", 2, ["8-bit state"]),
@@ -177,7 +176,7 @@ def test_may_change_selects_the_groups_that_the_search_varies():
 
 
 def test_recipe_with_8_bit_state_keeps_the_other_arguments_of_the_optimizer():
-    """In conf/, adam8bit has no weight decay, and adamw has a weight decay of 0.1."""
+    """In conf/, adamw has a weight decay of 0.1 and adam8bit has none, so the recipe sets the weight decay of adamw."""
     (eight,) = [one.option for one in found_for("precision=32") if one.option["optim"] == "adam8bit"]
     assert {key: value for key, value in eight.items() if key.startswith("optim.")} == {"optim.weight_decay": "0.1"}
     own = ("optim.weight_decay=0.3", "optim.betas=[0.8,0.9]")  # typed arguments reach every optimizer that accepts them
@@ -189,7 +188,7 @@ def test_recipe_with_8_bit_state_keeps_the_other_arguments_of_the_optimizer():
 
 
 def test_candidate_config_with_swapped_groups_equals_a_composed_one():
-    """Swapping groups in a composed config takes a tenth of the time of composing."""
+    """The search swaps groups in a composed config, which takes a tenth of the time of composing a new one."""
     asked = typed("device=cpu", "seq_len=64")
     for checkpointing, loss, more in (("offload", "chunked", {}), ("every_k", "full", {"precision": "bf16-sr"})):
         recipe = {"gradient_checkpointing": checkpointing, "loss": loss, **more}
@@ -232,7 +231,7 @@ def test_search_with_typed_optimizer_step_in_backward_finds_a_recipe():
 
 
 def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
-    """Some recipes are refused only while they are traced. The search then tries other recipes."""
+    """Some recipes are refused only while they are traced."""
     honest = recipes.predict
 
     def predict(run, *given):
@@ -248,7 +247,7 @@ def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
 
 
 def test_lower_bound_of_device_memory_of_a_sharded_run_is_below_its_traced_memory():
-    """The bound omits weights in host memory, and divides the weights and optimizer state on devices by the number of
+    """The bound omits weights in host memory, and divides weights and optimizer state in device memory by the number of
     devices."""
     lines = [*SHAPE, "precision=bf16", "optim=adamw", "devices=2", "accumulation=none", "gradient_checkpointing=none"]
     target = Target(True, card(2**40))
@@ -311,7 +310,8 @@ def test_order_by_layer_needs_less_host_memory_than_by_micro_batch_only_without_
 
 @pytest.fixture
 def ranked(monkeypatch):
-    """Returns a function: (recipes, room, may_change) -> plan. The recipes have made-up bytes and seconds."""
+    """Returns a function: (recipes, bytes of the card, may_change) -> the plan of a search among these recipes. Args:
+    recipes: (precision, optimizer) -> made-up (bytes, seconds)."""
 
     def make(recipes_, room, may_change=None):
         asked = typed("batch_size=1", "gradient_checkpointing=none", "loss=full", may_change=may_change)
@@ -353,8 +353,8 @@ MADE = {  # (precision, optimizer) -> (bytes, seconds)
         (79, None, "bf16-master, 8-bit state"),
         (39, None, "bf16-sr, adafactor for adamw"),
         (19, None, None),
-        (100, ["precision", "optim"], "bf16"),  # with may_change a close recipe is chosen if it is faster
-        (39, ["precision", "optim"], "bf16-sr, adafactor for adamw"),  # a less close recipe only if nothing else fits
+        (100, ["precision", "optim"], "bf16"),  # may_change allows a faster recipe of tier 2
+        (39, ["precision", "optim"], "bf16-sr, adafactor for adamw"),  # tier 3 only if nothing else fits
     ],
 )
 def test_fitting_recipe_closest_to_the_typed_training_is_chosen_unless_may_change_allows_a_faster_one(
@@ -418,7 +418,7 @@ def test_fastest_fitting_recipe_ranks_first_and_unfitting_recipes_last():
     asked = replace(asked, lines=[line for line in asked.lines if not line.startswith("batch_size")])
     plan = recipes.search(asked, Target(True, card(2**40), 2**40))
     whole = plan.chosen
-    assert whole.traced and whole.overrides == () and len(plan.recipes) == 2  # the chosen recipe and the smallest
+    assert whole.traced and whole.overrides == () and len(plan.recipes) == 2  # the chosen one and that of least memory
     some = recipes.search(asked, Target(True, card(int(0.8 * whole.prediction.device.total)), 2**40))
     fits = [*map(some.fits, some.recipes)]
     assert fits == sorted(fits, reverse=True) and sum(fits) < len(fits)
@@ -505,8 +505,8 @@ def test_search_streams_only_the_blocks_that_do_not_fit():
 
 @pytest.mark.parametrize("loss", ["full", "chunked", "tiled"])
 def test_search_tries_losses_from_full_to_tiled_and_no_two_choices_of_a_group_declare_equal_memory(loss):
-    """The last choice of each group is used for the smallest recipe. If two choices declared equal memory shares, the
-    order of the config files would decide."""
+    """Choices are ordered by their declared share of activation memory, and the last one is used for the recipe of
+    least memory. With equal shares, the order of the config files would decide."""
     asked = replace(typed(f"loss={loss}"), lines=())  # nothing is typed, as if an experiment chose the loss
     for group in COMPUTED:
         tried = [name for name, technique in techniques(group).items() if technique.tried]

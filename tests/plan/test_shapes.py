@@ -16,15 +16,15 @@ def _nothing_is_known(monkeypatch):
 
 
 def told(tensor, among):
-    """Returns all attributes of a tensor that a plan reads. Args: among: tensors whose storage it may share."""
+    """Returns all attributes of a tensor that a plan reads. Args: among: tensors whose storage the tensor may share."""
     sharing = [storage_key(tensor) == storage_key(other) for other in among]
     storage = tensor.untyped_storage().nbytes()
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), storage, sharing, tensor.device
 
 
 def computed():
-    """Yields outputs of each kind of operator: new tensors, views, in-place results, several outputs, several inputs,
-    other dtypes, and parts of a storage."""
+    """Yields outputs of operators that return new tensors, views, their modified input, several tensors, or another
+    dtype, that read several inputs, or that read part of a storage."""
     x, y = torch.empty(4, 6), torch.empty(6, dtype=torch.bfloat16)
     yield from (x + y, x.t(), x[1:, ::2], x[:, 3].view(2, 2), x.add_(1), x.add_(1.0), x * x, x * torch.empty(4, 6))
     yield from (*x.split(2), *x.max(0), torch.cat([x, x]), y.float(), y.to(torch.bfloat16), x.view(torch.int32))

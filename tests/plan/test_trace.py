@@ -16,13 +16,13 @@ from lowmem.plan.target import Target
 from lowmem.plan.tracing.trace import Steady, trace
 from lowmem.system import process
 
-COMPILED = ("compile=blocks",)  # its allocations cannot be traced
+COMPILED = ("compile=blocks",)  # the allocations of compiled blocks cannot be traced
 STEADY = 3  # the step at which a run is compared
-SCALARS = 1024  # bytes of losses and counts of the earlier micro-batches of a window
-ANSWERS = 8 * 2 * 8  # bytes: a float64 for each answer, of the reference model or of the loss
-OTHER_BATCH = 8 * parity.LENGTH * 4 * 8  # bytes of ids and labels, of rows and of mismatched rows
-TABLES = 4096  # bytes of tables that all parameters share; a rate per element omits them
-ORDER = 300 * 64 * 4  # bytes of the largest parameter: the order of updates in the real step is not traced
+SCALARS = 1024  # bytes: losses and token counts that a window keeps of its earlier micro-batches
+ANSWERS = 8 * 2 * 8  # bytes: one float64 for each of 2 answers of 8 pairs, of the reference model or of the loss
+OTHER_BATCH = 8 * parity.LENGTH * 4 * 8  # bytes of a batch: int64 ids and labels of 8 rows and of 8 mismatched rows
+TABLES = 4096  # bytes: quantization tables that all parameters share, which an estimate per element omits
+ORDER = 300 * 64 * 4  # bytes of the largest parameter: the order in which a real step updates parameters is not traced
 PHASES = ("forward", "backward", "step", "evaluation")
 # Matrices of 64 x 64 are the smallest whose state 8-bit optimizers hold in 8 bits.
 MODELS = {
@@ -32,7 +32,8 @@ MODELS = {
 
 
 def measured(folder) -> dict[str, dict[str, int]]:
-    """Returns the rows of memory.csv by phase: of a steady step, and of the evaluation."""
+    """Returns the rows of memory.csv as phase -> column -> bytes, for the phases of step STEADY and for the
+    evaluation."""
     with (folder / "memory.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["live_peak_bytes"]]
     return {
@@ -47,8 +48,8 @@ def traced(cfg):
 
 
 def cases():
-    """Yields (choice, model). adamw4bit compiles its update for each shape of a parameter, so `make test` runs it for
-    one model only."""
+    """Yields (choice, model) for each choice whose allocations can be traced. adamw4bit compiles its update for each
+    shape of a parameter, so GPT-2 with adamw4bit is marked `matrix`."""
     for choice in [c for c in parity.CHOICES if c not in COMPILED] + ["optim.in_backward=true"]:
         for model in MODELS:
             slow = model == "gpt2" and choice == "optim=adamw4bit"
@@ -58,7 +59,7 @@ def cases():
 @pytest.fixture(scope="module")
 def full_rows(tmp_path_factory) -> list[str]:
     """Writes preference pairs whose answers are longer than a row, and returns the overrides that read them. The prompt
-    is one token, so all labels count, as in the plan's example batch."""
+    is one token, so every label belongs to an answer, as in the plan's example batch."""
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     draw, letters = random.Random(0), string.ascii_letters
     texts = lambda: {key: " ".join(["", *draw.choices(letters, k=90)]) for key in ("chosen", "rejected")}  # noqa: E731
@@ -92,7 +93,7 @@ def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_row
             assert abs(beyond) <= TABLES + (ORDER if phase == "step" else 0)
         else:
             allowed = SCALARS if choice.startswith("accumulation") else ANSWERS if full_rows[0] in typed else 0
-            # With loss=kto the run evaluates with a second, prefetched batch; a plan evaluates with one batch.
+            # With loss=kto, the run prefetches a second batch during the evaluation; the plan has one batch.
             allowed += OTHER_BATCH if (choice, phase) == ("loss=kto", "evaluation") else 0
             assert abs(beyond) <= allowed, (phase, phases[phase], found[phase])
             for category in ("weights", "gradients", "optimizer"):
@@ -105,7 +106,8 @@ def test_traced_peak_of_every_phase_equals_the_measurement(config, fit, full_row
 @pytest.mark.parametrize("clip", ["null", "1.0"])
 @pytest.mark.parametrize("policy", ["offload", pytest.param("every_layer", marks=pytest.mark.matrix)])
 def test_memory_of_an_optimizer_step_with_order_by_layer_is_predicted_to_the_byte(config, fit, clip, policy):
-    """Wrong on purpose: predictions for one micro-batch less, and for weights.order=by_micro_batch."""
+    """Wrong variants: predictions for one micro-batch less, and for weights.order=by_micro_batch, must be off by more
+    than 10 KiB in some phase."""
     typed = [*MODELS["llama"], "weights=streamed", "precision=bf16-master", "loss=tiled", f"clip={clip}"]
     typed += [f"gradient_checkpointing={policy}", "batch_size=2", "max_steps=3", "val_every=3", "optim=adamw"]
     typed += ["accumulation=fixed"]
@@ -139,7 +141,7 @@ def test_predicted_memory_of_packed_documents_without_an_attention_mask_equals_t
     config, fit, monkeypatch, text_folder, tmp_path, model, more
 ):
     """At 512 tokens a dense mask would raise the peak of forward by more than 2 %."""
-    for file in text_folder.iterdir():  # documents of a third of a row
+    for file in text_folder.iterdir():  # each document fills about a third of a row
         for number, start in enumerate(range(0, 60, 5)):
             lines = file.read_text().splitlines()[start : start + 5]
             (tmp_path / f"{file.stem}-{number}.txt").write_text("\n".join(lines))
@@ -160,7 +162,7 @@ def test_predicted_memory_of_packed_documents_on_a_card_is_near_joined_rows_in_b
     in_bf16, wide = [*typed, "precision=bf16"], [*typed, "precision=32"]
     documents = [trace(config(*lines, "data.packing=documents"), on_card=True).phases for lines in (in_bf16, wide)]
     joined = [trace(config(*lines, "data.packing=joined"), on_card=True).phases for lines in (in_bf16, wide)]
-    mask = 2 * 512 * 512 * 2  # bytes; positions and their angles add a little
+    mask = 2 * 512 * 512 * 2  # bytes of a mask in bf16; position ids and RoPE angles of documents need far less
     assert documents[0]["forward"].total - joined[0]["forward"].total < mask / 4
     assert documents[1]["forward"].total < 0.7 * joined[1]["forward"].total
 
@@ -177,8 +179,8 @@ def test_memory_of_a_tiled_sequence_is_predicted_to_the_byte(config, fit):
 
 
 def test_predicted_memory_of_a_tiled_sequence_is_linear_in_the_batch_size_from_8_sequences_on(config):
-    """With fewer than 8 sequences the gradient sums of the slices are most of the memory. The search relies on this
-    linearity."""
+    """The search relies on this linearity. With fewer than 8 sequences, the gradient sums of the slices are most of the
+    memory."""
     typed = [*MODELS["gpt2"], "model.architecture.n_positions=128", "seq_len=128", "gradient_checkpointing=every_layer"]
     sizes = (traced(config(*typed, "tile.tokens=50", f"batch_size={size}")).phases for size in (8, 12, 16))
     first, second, third = (phases["backward"].total for phases in sizes)
@@ -186,7 +188,8 @@ def test_predicted_memory_of_a_tiled_sequence_is_linear_in_the_batch_size_from_8
 
 
 def test_padded_rows_are_predicted_without_an_attention_mask(config):
-    """Padded rows are planned at full length. Labels are neither a view of the ids nor a copy in the loss."""
+    """The plan assumes rows without filler. Labels of padded rows are a separate tensor, which the loss does not copy;
+    labels of joined rows are a view of the ids, which the loss copies."""
     joined, padded = (traced(config("seq_len=512", f"data.packing={kind}")).phases for kind in ("joined", "padded"))
     assert abs(padded["forward"].total - joined["forward"].total) < SCALARS
 
@@ -195,7 +198,7 @@ def test_padded_rows_are_predicted_without_an_attention_mask(config):
 @pytest.mark.parametrize(
     ("real", "wrong"),
     [
-        ("optim=adamw", "optim=sgd"),  # the optimizer's state dropped
+        ("optim=adamw", "optim=sgd"),  # a prediction without optimizer state
         ("gradient_checkpointing=every_layer", "gradient_checkpointing=none"),
         ("gradient_checkpointing=every_layer", "one block less"),
         ("loss=full", "loss=chunked"),
@@ -248,8 +251,8 @@ def test_tracing_70b_parameters_takes_less_than_512_mib(config):
 
 
 def test_trace_of_a_model_that_draws_initial_weights_until_they_are_within_bounds_ends(config):
-    """A truncated normal is drawn again until every number is inside its bounds. In a trace numbers do not exist, so
-    this loop would never end."""
+    """The model draws a truncated normal again until every number is within its bounds. A trace has no numbers, so this
+    loop would never end."""
     keys = {
         "vocab_size": 300,
         "hidden_size": 32,
@@ -313,7 +316,7 @@ def test_exceeded_operator_budget_inside_a_pipeline_is_reported(config, monkeypa
 
 
 def test_trace_of_a_cuda_run_on_a_cpu_equals_the_cpu_trace(config):
-    """In a config of `train.py device=cuda` every value is resolved, including the device of the precision plugin."""
+    """With device=cuda, the config also sets the device of the precision plugin to cuda."""
     here, there = (config("precision=bf16-master", f"device={device}") for device in ("cpu", "cuda"))
     assert traced(there).phases == traced(here).phases
 
@@ -322,7 +325,7 @@ def test_trace_of_a_cuda_run_on_a_cpu_equals_the_cpu_trace(config):
 
 
 def bytes_each(cfg):
-    """Returns the memory traffic in bytes per parameter, by phase."""
+    """Returns the memory traffic as phase -> bytes per parameter."""
     found, moved = traced(cfg), Counter()
     for (phase, work), times in found.work.items():
         moved[phase] += work.moved * times / found.parameters
@@ -361,7 +364,7 @@ def test_traced_host_masters_sum_gradients_and_step_with_hand_computed_traffic(c
 
 def test_traced_adafactor_on_16_bit_weights_moves_150_to_220_bytes_per_parameter(config):
     """Adafactor with stochastic rounding is a sequence of operators, each of which reads and writes memory. A single
-    kernel would move about 6 bytes."""
+    fused kernel would move about 6 bytes."""
     found = bytes_each(config("precision=bf16-sr", "optim=adafactor"))
     assert 150 < found["update"] < 220 and found["step"] == pytest.approx(2 + 4, rel=0.02)
 

@@ -25,7 +25,8 @@ def cfg(*typed):
 
 
 def card(link, bandwidth=1.0, duplex=1.0, **rates):
-    """Returns a card with a host. Args: link: bytes/s in each direction; bandwidth: bytes/s of host memory."""
+    """Returns a card with a host. Args: link: bytes/s in each direction; bandwidth: bytes/s of host memory; duplex:
+    rate of copies to the card while copies to the host run, as a share of the full rate."""
     host = Machine("host", FLOPS, bandwidth, 0.0, **rates)
     return Machine("card", FLOPS, 1.0, 0.0, link=cards.LinkBandwidth(link, link, duplex), host=host, **rates)
 
@@ -57,18 +58,18 @@ def test_predicted_offload_of_block_inputs_overlaps_with_forward_and_backward():
     [(10.0, 0.0, 0.0), (5.0, 0.0, 0.0), (2.0, 0.0, 6.0), (10.0, 7.0, 3.0), (2.0, 7.0, 6.0)],
 )
 def test_predicted_copies_and_sums_of_gradients_overlap_with_backward(link, sums, waits):
-    """20 bytes of gradients are copied during 4 seconds of backward, and summed on the host. The slower of link and
-    host decides."""
-    fast = 1e9  # bytes per second of host memory: staging takes no time
+    """While backward computes for 4 seconds, 20 bytes of gradients are copied to the host and summed there. Backward
+    waits for the slower of copies and sums."""
+    fast = 1e9  # bytes per second of host memory: staging takes almost no time
     taken = TAKEN | {"sum": sums}
     found = step_time.window(card(link, fast), cfg("precision=bf16-master", "clip=1.0"), shapes(), taken, 3)
     assert found.passes == 18 and found.transfers == pytest.approx(3 * waits)
 
 
 def test_predicted_host_update_overlaps_with_the_next_forward_pass():
-    """After the norm, an update of 3 seconds overlaps with 2 seconds of forward, which waits at least for the largest
-    weight: 4 of 10 parameters. Staging adds 4 bytes of host traffic per parameter. If the link is slower than the
-    update, forward waits for the copies of the weights."""
+    """After the norm, an update of 3 seconds overlaps with 2 seconds of forward, which waits at least for the update of
+    the largest weight (4 of 10 parameters). Staging adds 4 bytes of host traffic per parameter. If the link is slower
+    than the update, forward waits for the copies of the weights."""
     typed = cfg("precision=bf16-master", "clip=1.0")
     assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1).step == pytest.approx(0.5 + 1.2)
     slow = TAKEN | {"update": 12.0}
@@ -78,8 +79,9 @@ def test_predicted_host_update_overlaps_with_the_next_forward_pass():
 
 
 def test_predicted_early_updates_overlap_with_backward():
-    """Early updates include the norm. The step waits for the part that the last backward pass does not hide, but at
-    least for the update of the embedding."""
+    """With clip=null, weights are updated during backward, and these updates also compute the norm. The step waits for
+    the part of the updates that the last backward pass does not hide, but at least for the update of the largest
+    weight."""
     typed = cfg("precision=bf16-master", "clip=null")
     assert step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN, 1) == (6.0, 0.0, pytest.approx(1.2))
     slow = step_time.window(card(1e9, 1e9), typed, shapes(), TAKEN | {"update": 12.0}, 2)
@@ -106,8 +108,8 @@ def test_predicted_update_of_an_optimizer_slow_on_a_cpu_takes_its_declared_facto
 
 @pytest.mark.parametrize(("duplex", "waits"), [(1.0, (5 - 2) + (5 - 4)), (0.5, (5 - 2) + (7.5 - 4))])
 def test_sharded_weights_offloaded_to_the_host_are_predicted_to_be_copied_for_each_pass(duplex, waits):
-    """20 bytes of weights at 4 bytes per second arrive for forward, and again for backward, while 20 bytes of gradients
-    leave."""
+    """20 bytes of weights at 4 bytes per second arrive for forward and again for backward, in which 20 bytes of
+    gradients also leave."""
     found = shapes(steps_on_host=False, waits_on_host=True)
     assert step_time.window(card(4.0, duplex=duplex), cfg("precision=bf16"), found, TAKEN, 1) == (6, waits, 0.5 + 3)
 
@@ -135,8 +137,8 @@ def test_streamed_weights_are_predicted_to_be_copied_for_each_pass_while_gradien
 
 def test_micro_batches_in_order_by_layer_are_predicted_to_share_the_copies_of_the_weights():
     """The weights are copied once for forward (16 bytes) and once for backward (12 bytes) of all micro-batches. The
-    sums of the blocks' 8 gradients leave once with 4 bytes each, and the other 2 gradients three times. A streamed head
-    is copied for each micro-batch."""
+    sums of the blocks' 8 gradients leave once (4 bytes each), and the other 2 gradients leave in each of 3
+    micro-batches (2 bytes each). A streamed head is copied for each micro-batch."""
     by_layer = ("clip=1.0", "weights=streamed", "weights.order=by_layer", "gradient_checkpointing=offload")
     found = streamed(4.0, *by_layer, micro_batches=3, trained_in_blocks=8)
     assert found.passes == 6 and found.transfers == pytest.approx((4 - 2) + (11 - 4))
@@ -150,14 +152,14 @@ def test_micro_batches_in_order_by_layer_are_predicted_to_share_the_copies_of_th
 
 
 def test_last_streamed_block_is_predicted_to_need_no_second_copy_for_backward():
-    """Backward waits 2 seconds. Wrong on purpose: the last block is copied again, and backward waits 4 seconds."""
+    """Backward waits 2 seconds. In the wrong variant, the last block is copied again, and backward waits 4 seconds."""
     assert streamed(2.0, "clip=1.0", **FROZEN).transfers == pytest.approx(6 + 2)
     assert streamed(2.0, "clip=1.0", **FROZEN, blocks=(4, 0)).transfers == pytest.approx(6 + 4)
 
 
 def test_offloaded_block_inputs_and_streamed_weights_are_predicted_to_share_the_link():
-    """6 bytes of block inputs take 2 seconds in each direction. Forward hides them, and backward does not, because
-    weights use the link for all of its 4 seconds."""
+    """6 bytes of block inputs take 2 seconds in each direction. Forward hides them. Backward does not, because weights
+    use the link during all 4 seconds of backward."""
     alone, both = streamed(3.0, "clip=1.0", **FROZEN), streamed(3.0, "clip=1.0", **FROZEN, offloaded=6)
     assert alone.transfers == pytest.approx(16 / 3 - 2) and both.transfers == pytest.approx(16 / 3 - 2 + 2)
 
@@ -167,14 +169,14 @@ def test_offloaded_block_inputs_and_streamed_weights_are_predicted_to_share_the_
     [(1.0, 6, 4, 6), (0.5, 6, 4, 8), (0.5, 2, 4, 4), (0.5, 1, 4, 4), (0.5, 6, 0, 6), (0.25, 0, 4, 4)],
 )
 def test_predicted_half_duplex_link_slows_copies_to_the_card_while_copies_to_the_host_run(duplex, up, down, takes):
-    """With duplex=0.5, copies to the card run at half the rate while copies to the host run: in 4 seconds 2 of 6
-    seconds' bytes are copied, and the other 4 follow alone."""
+    """With duplex=0.5, copies to the card run at half the rate while copies to the host run. With up=6 and down=4, 2
+    seconds' worth of copies to the card are done in these 4 seconds, and 4 seconds follow."""
     assert Load(up=up, down=down).seconds(cards.LinkBandwidth(1.0, 1.0, duplex)) == takes
 
 
 def test_predicted_half_duplex_link_slows_streamed_weights_while_gradients_leave():
-    """While gradients leave for 10 seconds, weights run at half the rate: 5 of their 6 seconds are copied, and 1 second
-    follows."""
+    """While gradients leave for 10 seconds, weights arrive at half the rate: 5 of 6 seconds of copies are done, and 1
+    second follows."""
     assert streamed(2.0, "clip=1.0", duplex=0.5).transfers == pytest.approx(6 + (10 + 1 - 4))
     assert streamed(2.0, "clip=1.0", duplex=0.9).transfers == pytest.approx(
         6 + 6
@@ -183,8 +185,8 @@ def test_predicted_half_duplex_link_slows_streamed_weights_while_gradients_leave
 
 
 def test_predicted_half_duplex_link_slows_streamed_weights_while_block_inputs_leave():
-    """Block inputs leave for 2 seconds in forward, and gradients for 4 / 3 seconds in backward. Half of both is
-    added."""
+    """Block inputs leave for 2 seconds in forward, and gradients for 4 / 3 seconds in backward. With duplex=0.5, half
+    of each time is added."""
     alone, shared = (streamed(3.0, "clip=1.0", **FROZEN, offloaded=6, duplex=share) for share in (1.0, 0.5))
     assert shared.transfers == pytest.approx(alone.transfers + 2 / 2 + 4 / 3 / 2)
 
@@ -205,8 +207,8 @@ def test_predicted_half_duplex_link_is_as_fast_as_full_duplex_if_copies_run_in_o
 
 
 def test_weights_updated_early_are_predicted_to_return_to_the_card_while_gradients_leave():
-    """Gradients and weights take 10 seconds each. With duplex=0.5 half of the weights have returned when the last
-    gradient has left, and 5 seconds follow."""
+    """Gradients and weights take 10 seconds each. With duplex=0.5, half of the weights have returned when the last
+    gradient has left, and the other half takes 5 more seconds."""
     alone, shared = both_shares(cfg("precision=bf16-master", "clip=null"), shapes())
     host = 0.5 + 3 + 2 * 20 / 1 - 10  # the host stages at one byte per second, which is slower than the link
     assert alone.step == shared.step == pytest.approx(host)
@@ -216,8 +218,8 @@ def test_weights_updated_early_are_predicted_to_return_to_the_card_while_gradien
 
 
 def test_only_resident_weights_are_predicted_to_be_copied_back_after_the_host_update():
-    """Only the 2 resident parameters are copied to the card after their update: 2 seconds. Wrong on purpose: 10
-    parameters are copied."""
+    """Only the 2 resident parameters are copied to the card after their update, in 2 seconds. In the wrong variant, 10
+    parameters are copied in 10 seconds."""
     assert streamed(2.0, "clip=1.0").step == pytest.approx(0.5 + 2)
     assert streamed(2.0, "clip=1.0", trained_parameters=18).step == pytest.approx(0.5 + 10)
     early = streamed(2.0, "clip=null", **(FROZEN | {"trained_parameters": 9}))
@@ -235,7 +237,7 @@ def test_every_copy_on_a_cpu_adds_to_the_predicted_time():
     [("rtx3060", 663), ("rtx4060ti-16gb", 2235), ("rtx4090", 4337), ("rtx5090", 2078), ("h100", 9787)],
 )
 def test_tokens_from_which_streaming_is_free_follow_from_card_rates(name, tokens):
-    """0.65 x FLOP/s divided by bytes/s; for the RTX 3060 0.65 x 25.5e12 / 25e9."""
+    """The expected number is 0.65 x FLOP/s divided by the link's bytes/s; for the RTX 3060, 0.65 x 25.5e12 / 25e9."""
     there = machine(True, cards.named(name))
     assert step_time.free_from(there, "bfloat16") == pytest.approx(tokens, abs=1)
 

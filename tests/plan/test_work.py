@@ -17,7 +17,8 @@ N = 1 << 12
 
 
 def work(make, field="moved"):
-    """Returns the traffic (or another field of the work) per parameter of the call that `make` returns."""
+    """Returns the memory traffic of the function that `make` returns, divided by N parameters. Args: field: another
+    field of the work to return instead."""
     with ShapeMode() as shapes:
         call = make()
         shapes.phase = "update"
@@ -32,7 +33,7 @@ def parameter(dtype=torch.float32):
 
 
 def test_traced_fused_adamw_moves_28_bytes_per_parameter():
-    """In fp32 the weight and two moments are read and written, and the gradient is read: 7 x 4."""
+    """In fp32 the weight and two moments are read and written, and the gradient is read: 7 accesses of 4 bytes."""
 
     def make():
         optimizer = torch.optim.AdamW([parameter()], fused=True)
@@ -100,7 +101,7 @@ def test_traced_operator_traffic_equals_hand_computed_bytes(call, bytes_each):
     ids=["rows by expert", "inner dimension by expert", "two stacks"],
 )
 def test_flops_of_grouped_matrix_products_equal_hand_computed_flops(a, b, flops):
-    ends = [3] if len(a) == 2 else None  # a number for each expert
+    ends = [3] if len(a) == 2 else None  # shape of the offsets: one for each expert
 
     def products():
         offsets = [] if ends is None else [torch.ones(ends, dtype=torch.int32)]
@@ -111,8 +112,8 @@ def test_flops_of_grouped_matrix_products_equal_hand_computed_flops(a, b, flops)
 
 @pytest.mark.parametrize("part_first", [False, True])
 def test_memory_traffic_of_an_expanded_tensor_is_counted_by_its_storage(monkeypatch, part_first):
-    """The sum of a row that is expanded to 1,000 rows reads 1,000 numbers and writes one, whichever tensor was traced
-    first."""
+    """The sum of a row that is expanded to 1,000 rows reads 1,000 numbers and writes one, whether the first traced row
+    is a tensor of its own or part of a larger tensor."""
     monkeypatch.setattr("lowmem.plan.tracing.shapes._known", {})
     row, first_of_many = (lambda: torch.ones(1, 1000)), (lambda: torch.ones(1000, 1000)[:1])
     for make in (first_of_many, row) if part_first else (row, first_of_many):

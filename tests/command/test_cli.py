@@ -1,4 +1,4 @@
-"""Tests how typed and stored overrides become the overrides that Hydra reads, and how invalid ones are refused."""
+"""Tests how typed and stored overrides become the overrides that Hydra reads, and how invalid overrides are refused."""
 
 import importlib
 import os
@@ -71,7 +71,8 @@ SWEEPS = {
 
 @pytest.mark.parametrize("typed", SWEEPS)
 def test_sweep_over_a_group_gives_each_job_its_choice(typed, command, monkeypatch):
-    """Hydra composes the config of each job; a stand-in for `sweep.job` records it."""
+    """Hydra composes the config of each job; a stand-in for `sweep.job` records the choice of precision and the
+    overrides."""
     chosen = []
 
     def job(folder, number, overrides):
@@ -111,7 +112,7 @@ def test_resume_repeats_earlier_overrides_and_new_overrides_win(earlier, what):
 
 
 def test_resume_drops_overrides_that_belong_to_a_replaced_choice(earlier):
-    """weights.drive= belongs to weights=streamed, optim.in_backward= to every optim."""
+    """weights.drive= belongs to weights=streamed, and optim.in_backward= to every choice of optim."""
     before = ["weights=streamed", "weights.drive=/d", "optim.in_backward=true", "optim.betas=[0.8,0.9]", "lr=0.1"]
     (earlier / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(before))
 
@@ -215,7 +216,7 @@ def test_run_with_a_removed_strategy_resumes_with_the_typed_replacement(earlier,
     for typed in ("strategy=fsdp", "strategy=fsdp_offload"):
         assert cli.prepare([f"resume={earlier}", typed]) == ["devices=2", f"resume={earlier}", typed]
     assert cli.prepare([f"evaluate={earlier}"]) == ["strategy=fsdp", "devices=2", f"evaluate={earlier}"]
-    assert cli.prepare([f"export={earlier}"]) == [f"export={earlier}"]  # one process exports
+    assert cli.prepare([f"export={earlier}"]) == [f"export={earlier}"]  # an export runs in one process
 
 
 def test_run_with_the_removed_checkpointing_choice_budget_resumes_with_the_typed_memory_budget(earlier):

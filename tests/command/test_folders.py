@@ -40,7 +40,7 @@ def race(processes, tmp_path):
 
 
 def alone(folder: Path) -> dict[str, str]:
-    """Returns {folder of a run: number of the process that wrote its summary, as text}."""
+    """Returns folder of a run -> number of the process that wrote its summary, as text."""
     return {str(file.parent.relative_to(folder)): file.read_text() for file in folder.rglob("summary.json")}
 
 
@@ -93,7 +93,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
 def test_second_run_in_the_folder_of_a_run_is_refused_but_may_resume_that_run(command, tmp_path):
     run = tmp_path / "run"
     assert command("max_steps=2", "save_every=1")[0] == 0
-    assert {path.name for path in run.iterdir()} <= {*HYDRAS, *LEFT}  # every file is known as a file of a run
+    assert {path.name for path in run.iterdir()} <= {*HYDRAS, *LEFT}  # lowmem recognizes every file as a file of a run
     before = content(run)
 
     code, said = command("max_steps=3")
@@ -133,7 +133,7 @@ def test_refused_run_keeps_an_existing_folder_and_the_files_of_other_programs(co
 
 
 def test_error_while_inspecting_a_folder_refuses_the_run(command, tmp_path, monkeypatch):
-    """Hydra turns exceptions of its callbacks into warnings."""
+    """Hydra would turn an exception of the callback that inspects the folder into a warning."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("mine")
     monkeypatch.setattr("lowmem.command.folder_lock._goes_on", lambda *_: 1 / 0)
@@ -143,7 +143,8 @@ def test_error_while_inspecting_a_folder_refuses_the_run(command, tmp_path, monk
 
 
 def test_second_run_in_a_folder_named_by_a_hydra_interpolation_is_refused(command, tmp_path):
-    """Hydra resolves its own values only after its callbacks, and turns their exceptions into warnings."""
+    """Hydra resolves its own values only after it has called the callbacks, and turns exceptions of callbacks into
+    warnings."""
     named = f"hydra.run.dir={tmp_path}/${{hydra:job.name}}-run"
     assert command("max_steps=1", named)[0] == 0
     (folder,) = tmp_path.glob("*-run")
@@ -187,7 +188,7 @@ def test_resume_advice_for_a_folder_name_with_a_quote_can_be_pasted_into_a_shell
 
 
 def test_run_in_the_folder_of_a_plan_is_refused_also_with_resume_auto(command, tmp_path):
-    """resume=auto, which is accepted in the folder of a run, is refused here too."""
+    """In the folder of a run, resume=auto would be accepted."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "plan.json").touch()
     for more in ((), ("resume=auto",)):

@@ -160,7 +160,7 @@ def test_generation_stops_at_the_end_token_the_last_position_or_a_stop_request()
 
     writer, ids = TextGenerator(model, Numbers()), torch.tensor([[3, 4, 5]])
     free = writer.continuation(ids, 100).split()
-    assert len(free) == 9  # 12 positions
+    assert len(free) == 9  # the model has 12 positions
     asked = iter([False, False, True])
     stopping = TextGenerator(model, Numbers(), stopped=lambda: next(asked))
     assert stopping.continuation(ids, 100).split() == free[:3]

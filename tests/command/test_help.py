@@ -45,7 +45,8 @@ def unwrapped(text: str) -> str:
 
 @pytest.mark.parametrize("name", YAMLS, ids=str)
 def test_comment_parser_finds_every_key_of_each_yaml(name):
-    """The oracle is a YAML parser. The comment parser skips keys in braces on one line, and `override /group`."""
+    """The expected keys come from a YAML parser. The comment parser may skip keys in braces on one line, and `override
+    /group`."""
     found = help.comments(CONF / name)
     there = {key for key in keys_of(yaml.safe_load((CONF / name).read_text())) if "override" not in key}
     text = (CONF / name).read_text()
@@ -71,8 +72,8 @@ def test_help_shows_every_key_of_config_yaml_with_its_comment(typed):
         assert line and unwrapped(comment) in unwrapped(typed[line.start() :]), key
 
 
-def test_every_overridable_key_of_config_yaml_and_plan_yaml_has_a_comment():
-    """Exceptions are sections, keys that groups fill, and Hydra's own keys."""
+def test_every_overridable_key_of_config_yaml_and_five_keys_of_plan_yaml_have_comments():
+    """Exceptions in config.yaml are sections, keys that groups fill, and Hydra's own keys."""
     cfg = OmegaConf.load(CONF / "config.yaml")
     for key, comment in help.comments(CONF / "config.yaml").items():
         inside = key.startswith(("trainer.", "callbacks", "hydra")) or key == "defaults"
@@ -83,7 +84,6 @@ def test_every_overridable_key_of_config_yaml_and_plan_yaml_has_a_comment():
 
 @pytest.mark.process
 def test_help_shows_a_changed_comment_of_config_yaml_instead_of_the_old_comment(tmp_path, typed):
-    """The help text is read from the yaml files, so another conf/ gives another text."""
     shutil.copytree(CONF, tmp_path / "conf")
     file = tmp_path / "conf" / "config.yaml"
     text = file.read_text()
@@ -215,5 +215,5 @@ def test_documented_tab_completion_line_completes_and_does_not_run_other_scripts
 
 @pytest.mark.process
 def test_wrong_variant_with_hydras_own_tab_completion_runs_the_script_of_another_project(in_bash):
-    """Hydra's own line runs every script to complete its arguments."""
+    """To complete arguments, Hydra's own completion runs whatever script the line names."""
     assert in_bash('eval "$(python train.py -sc install=bash)"') == ("optim=lion8bit", True)

@@ -1,4 +1,4 @@
-"""Tests several ranks of one run: which error ends all of them, how it is reported, and that no process is left.
+"""Tests runs of several ranks: which errors end all ranks, how such an error is reported, and that no process is left.
 
 Most ranks here are scripts of a few lines in place of train.py, without torch; the last tests start train.py.
 """
@@ -59,8 +59,8 @@ def stops():
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    """Yields a function: (code of each rank, number of ranks) -> the result of `launch.run`, which starts the ranks. At
-    the end, no rank may be alive."""
+    """Yields a function: (code that every rank runs, number of ranks) -> the result of `launch.run`, which starts the
+    ranks. Checks at the end that no rank is alive."""
     monkeypatch.setattr(launch.sweep, "script", tmp_path / "train.py")
     monkeypatch.setattr(launch, "SETTLE", 0.3)
     monkeypatch.setattr(launch, "GRACE", 0.5)
@@ -151,7 +151,8 @@ def test_error_of_rank_0_quotes_the_last_lines_of_train_log(ranks):
 
 @pytest.mark.process
 def test_error_reports_the_rank_that_failed_first_and_not_the_lost_connections(ranks):
-    """Rank 0 reports a closed connection before the launcher notices that rank 1 has died; rank 2 aborts."""
+    """Rank 0 reports a closed connection before the launcher notices that rank 1 has failed; rank 2 aborts. Rank 1 is
+    first killed, and in a second run raises an error."""
     launch.SETTLE = 2.0  # the fixture restores the value
     lost = "if rank == 0: fails('lost', 'all_reduce in total: another rank has exited.')\n"
     lost += "if rank == 2: os.abort()\ntime.sleep(0.15)\n"
@@ -179,8 +180,8 @@ def test_launcher_error_is_only_the_report_of_a_rank_that_lost_a_collective_whil
 
 @pytest.mark.process
 def test_error_of_a_rank_aborted_by_the_nccl_watchdog_names_the_collective(ranks, capfd):
-    """Rank 0 prints the watchdog's message to the terminal, rank 1 to its log, before 50 further lines. If several
-    ranks were aborted, the error names the rank that printed the message."""
+    """Output of rank 0 goes to the terminal, and output of rank 1 to its log. The watchdog's message is followed by 50
+    further lines. If several ranks were aborted, the error names the rank that printed the message."""
     aborts = f"print({WATCHDOG!r}, *['a frame'] * 50, sep='\\n', file=sys.stderr, flush=True); os.abort()"
     for number in (0, 1):
         first = f"if rank != {number}: os.abort()\n" if number else f"if rank != {number}: time.sleep(60)\n"
@@ -224,8 +225,8 @@ def test_failed_upload_of_rank_0_does_not_mark_a_complete_run_as_failed(ranks):
 
 
 def signalled(ranks, *names: str, to=None, apart: float = 0.4) -> None:
-    """Starts a thread that sends signals once two ranks have signal handlers. Args: to: a rank, or None for this
-    process; apart: seconds to wait after each signal."""
+    """Starts a thread that sends signals once two ranks have signal handlers. Args: names: names of the signals; to: a
+    rank, or None for this process; apart: seconds to wait after each signal."""
 
     def send() -> None:
         while len([*ranks.run.glob("listens-*")]) < 2:
@@ -273,7 +274,7 @@ def test_launcher_reports_ended_at_once_if_ranks_exit_on_a_signal_without_a_repo
 
 
 def test_first_rank_of_three_is_started_with_the_overrides_and_the_run_folder(tmp_path, monkeypatch):
-    """A stand-in for `_rank` records its arguments instead of starting a process."""
+    """A stand-in for `_rank` raises an exception with its arguments instead of starting a process."""
 
     class Started(Exception):
         pass
@@ -306,7 +307,7 @@ def test_ranks_end_when_their_launcher_is_killed_even_if_one_ignores_sigterm(tmp
     pids = [int(file.read_text()) for file in run.glob("pid-*")]
     parent.kill()
     parent.wait()
-    until(lambda: not any(map(alive, pids)), 10)  # rank 0 handles SIGTERM, rank 1 is killed
+    until(lambda: not any(map(alive, pids)), 10)  # rank 0 ends on SIGTERM; rank 1 ignores SIGTERM and is killed
 
 
 def until(what, seconds=60) -> None:
@@ -376,7 +377,7 @@ def test_sweep_started_by_torchrun_is_refused(place):
 
 @pytest.mark.parametrize(("device", "ranks"), [("auto", 3), ("cuda", 3), ("cpu", 3), ("cuda", 2)])
 def test_more_local_ranks_than_cuda_devices_are_refused_unless_the_run_uses_the_cpu(place, monkeypatch, device, ranks):
-    """Only the ranks on this machine count, out of 8 ranks."""
+    """Of the 8 ranks, only those on this machine (LOCAL_WORLD_SIZE) share its CUDA devices."""
     place(RANK="0", WORLD_SIZE="8", LOCAL_WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -473,8 +474,8 @@ def test_folder_in_which_rank_1_has_written_metrics_counts_as_used(tmp_path):
 
 @pytest.fixture
 def typed(small, tmp_path):
-    """Yields a function: (arguments) -> the process of the command, whose output is in the file `said`. At the end, no
-    rank may be alive."""
+    """Yields a function: (arguments) -> the process of the command, whose output is in the file `said`. Kills the
+    processes at the end, and checks that no rank is alive."""
     started = []
 
     def start(*arguments: str, with_=(), **env: str) -> subprocess.Popen:

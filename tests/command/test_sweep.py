@@ -63,7 +63,7 @@ def test_killed_job_does_not_stop_other_jobs_and_sweep_resume_repeats_only_the_k
     assert said.rstrip().endswith(
         f"1 of 3 jobs failed: 1. The full error of the first is in {tmp_path}/sweep/1/failed.txt."
     )
-    table = said[said.index("run  seed") :].splitlines()  # only keys that differ between jobs
+    table = said[said.index("run  seed") :].splitlines()  # has only keys that differ between jobs
     assert table[0].split()[:3] == ["run", "seed", "loss"] and table[0].endswith("status")
     assert [line.split()[:2] for line in table[1:4]] == [["0", "0"], ["1", "1"], ["2", "2"]]
     assert f"{first['2']['val_loss']:.4f}" in table[3] and table[3].endswith("done")
@@ -235,7 +235,7 @@ def test_signal_to_a_sweep_is_forwarded_and_ends_the_sweep_after_the_job(job, tm
 def test_jobs_with_a_slash_in_their_name_are_listed_and_sweep_resume_names_the_sweep_folder(
     command, tmp_path, monkeypatch
 ):
-    """hydra.sweep.subdir='${hydra.job.override_dirname}' puts data.path=d/a.txt one level deeper."""
+    """With this hydra.sweep.subdir, the slash in data.path puts the folder of a job one level deeper."""
     sent = iter([None, signal.SIGTERM])
 
     def made(words, folder):

@@ -1,4 +1,5 @@
-"""Mixture of experts: the training loss includes the auxiliary loss that the config requests, weighted by tokens."""
+"""Tests mixtures of experts: the training loss includes the auxiliary loss that the config requests. The auxiliary loss
+of a micro-batch is weighted by the number of its tokens."""
 
 import csv
 import json
@@ -63,8 +64,8 @@ class Once:
 
 
 def expected(model, window, factor=FACTOR):
-    """Returns the gradients of the reference: the mean over the window's tokens of each token's loss plus the auxiliary
-    loss of its micro-batch."""
+    """Returns the gradients of the reference loss: the mean over the window's tokens of the token's loss plus `factor`
+    times the auxiliary loss of the token's micro-batch."""
     total = 0.0
     for batch in window.micro_batches:
         output = model(input_ids=batch.input_ids, use_cache=False)
@@ -107,7 +108,7 @@ def test_auxiliary_loss_gradients_with_activation_checkpointing_equal_those_with
     assert all(torch.equal(again[name], g) for name, g in kept.items())
 
 
-# Sizes, by their names in the configs of different models.
+# Sizes, under the names that different models use in their configs.
 SMALL = {
     **dict.fromkeys(("num_local_experts", "num_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
@@ -160,14 +161,15 @@ def test_filler_is_excluded_from_the_auxiliary_loss_without_an_attention_mask(fa
             found.append(auxiliary.take().item() / FACTOR)
         model(input_ids=ids, use_cache=False)  # wrong variant: all tokens count
         found.append(auxiliary.take().item() / FACTOR)
-    roundings = 1e-6  # of a loss near 2, computed in fp32
+    roundings = 1e-6  # relative errors of a loss near 2 in fp32
     assert found[:2] == pytest.approx([right, right], rel=roundings) and abs(found[2] - right) > 100 * roundings
     assert all(body.get("attention_mask") is None for body in bodies)
 
 
 @pytest.mark.parametrize("loss", [losses.full, losses.Chunked(7)], ids=["full", "chunked"])
 def test_filler_behind_a_row_changes_no_gradient_of_a_mixture_of_experts(config, loss):
-    """Compares a row with the same row followed by filler. The wrong variant has no `real` mask."""
+    """Compares a row with and without filler behind it. In the wrong variant, the row with filler has no `real` mask,
+    and the gradients must change."""
     short = window(0).micro_batches[0].each(lambda tensor: tensor[:1, :5])
     filled = torch.nn.functional.pad(short.input_ids, (0, 7))
     labels = torch.nn.functional.pad(short.labels, (0, 7), value=losses.IGNORED)

@@ -1,4 +1,5 @@
-"""Attention treats each document of a row separately, wherever the document starts and whichever kernel computes it."""
+"""Tests that tokens attend only to their own document, wherever a document of a row starts and whichever kernel
+computes attention."""
 
 import inspect
 from itertools import pairwise
@@ -37,7 +38,7 @@ from networks import network
 pytestmark = pytest.mark.kernels
 CPU, TOKENS = torch.device("cpu"), 12
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 3], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]])
-FIRST = [0, 3, 8, 9, 12, 23, 24]  # first tokens of the documents above in the concatenated rows, and the end
+FIRST = [0, 3, 8, 9, 12, 23, 24]  # indices of the first tokens of these documents in the concatenated rows, and the end
 CLOSE = 1e-6  # fp32 sums of a few products in another order
 
 
@@ -129,7 +130,7 @@ def test_sliding_window_shorter_than_the_row_needs_the_dense_mask(window):
     sliding = sliding_window_causal_mask_function(window)
     found = asked(sliding, local_size=window)
     assert (found.shape == (2, 1, TOKENS, TOKENS)) == (window < TOKENS)
-    # also if the size of the window is not passed: in the mask, tokens do not see the start of their document
+    # without local_size, the mask shows the window: late tokens do not see the start of their document
     assert (first_tokens(mask_function(sliding), 2, TOKENS, CPU) is None) == (window < TOKENS)
 
 
@@ -177,7 +178,7 @@ def test_wrong_document_boundaries_change_the_outputs_or_gradients(wrong):
 
 
 def reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
-    """Returns the result of torch's varlen kernel, computed on a CPU. Checks the arguments first. Args: query: (tokens,
+    """Checks the arguments, and computes the result of torch's varlen kernel on a CPU. Args: query: of shape (tokens,
     heads, D)."""
     inspect.signature(varlen.varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
     assert options["window_size"] == (-1, 0) and query.dim() == 3
@@ -215,7 +216,7 @@ def test_model_that_calls_the_varlen_kernel_keeps_documents_apart(at_once, model
 
 
 def test_model_whose_varlen_kernel_mixes_documents_fails_the_separation_check(at_once, monkeypatch):
-    """The deliberately wrong kernel treats each row as one document."""
+    """In the deliberately wrong kernel, tokens attend to all earlier tokens of their row."""
 
     def mixes(query, key, value, first, *args, **how):
         rows = torch.tensor([0, len(query) // 2, len(query)], dtype=torch.int32)
@@ -240,7 +241,7 @@ def test_model_whose_varlen_kernel_mixes_documents_fails_the_separation_check(at
         (torch.bfloat16, 192, 128, 0.0, (8, 0), False),
     ],
 )
-def test_varlen_kernel_is_used_only_in_16_bits_for_equal_heads_up_to_256_without_dropout_from_capability_8_0(
+def test_varlen_kernel_is_used_only_in_16_bits_for_equal_head_sizes_up_to_256_without_dropout_from_capability_8_0(
     monkeypatch, dtype, head, value, dropout, capability, taken
 ):
     class OnCard:

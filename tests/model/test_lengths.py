@@ -1,5 +1,5 @@
-"""Models whose rotary embedding changes with the length of the input: a row or document must give equal logits alone
-and beside longer ones, otherwise the model is refused."""
+"""Tests models whose rotary embedding changes with the length of the input. If a longer row or document changes the
+logits of a shorter one, the model is refused."""
 
 from types import SimpleNamespace
 
@@ -41,8 +41,8 @@ def tokens(rows, count):
 
 
 def off(model, length, beside):
-    """Returns the largest change of the logits of a row of `length` tokens caused by a longer row: in the same
-    micro-batch (`beside`), or in an earlier forward pass."""
+    """Returns by how much a longer row changes the logits of a row of `length` tokens at most. The longer row is in the
+    same micro-batch (`beside`), or in an earlier forward pass."""
     ids = tokens(2, LONGEST)
     short = ids[:1].clone()
     short[:, length:] = 0
@@ -61,7 +61,7 @@ DEPENDS = {"longrope": (True, False), "dynamic": (True, True), "none": (False, F
 @pytest.mark.parametrize("kind", KINDS)
 def test_length_check_finds_the_length_from_which_logits_of_longrope_and_dynamic_depend_on_longer_rows(kind):
     model = made(kind)
-    rounding = 1e-6  # logits of a random start are below 1
+    rounding = 1e-6  # of logits, which are below 1 for random weights
     beside, after = off(model, CHANGES - 4, True) > 10 * rounding, off(model, CHANGES + 4, False) > 10 * rounding
     assert (beside, after) == DEPENDS[kind]
     assert lengths.depends_from(model, LONGEST, together=True) == (CHANGES if beside else None)
@@ -69,7 +69,8 @@ def test_length_check_finds_the_length_from_which_logits_of_longrope_and_dynamic
     assert lengths.depends_from(model, CHANGES, together=True) is None  # no row is longer
 
 
-# Angles as complex numbers, angles per kind of layer, and angles for some dimensions of a head.
+# Rotary angles are complex numbers in Llama 4, differ by kind of layer in Gemma 3, and apply to only some dimensions of
+# a head in GPT-NeoX and Qwen3.5.
 @pytest.mark.parametrize("model_type", ["llama4_text", "gemma3_text", "gpt_neox", "qwen3_5_text"])
 def test_length_check_of_models_with_other_rotary_embeddings_finds_no_dependence(model_type):
     model = network(model_type, max_position_embeddings=CHANGES)
@@ -112,7 +113,7 @@ def test_model_whose_padded_rows_depend_on_longer_rows_is_refused(kind, rows, to
     [("longrope", "seq_len=20 or, .*data.packing=padded batch_size=1"), ("dynamic", "seq_len=20"), ("none", None)],
 )
 def test_model_whose_packed_documents_depend_on_the_longest_document_is_refused(kind, told):
-    """A check of the first tokens finds no error, because all of their documents are short."""
+    """A check of only the first 16 or 20 tokens finds no error, because no document among them is long."""
     model, row = made(kind), tokens(1, LONGEST)
     packed_attention.separate(model)
     assert packed_attention.keeps_apart(model, row[:, :16])
@@ -148,7 +149,8 @@ def test_separation_check_shortens_long_attention_windows_and_restores_them(mode
 
 
 def test_model_whose_attention_scale_depends_on_the_position_in_a_packed_row_is_refused():
-    """Llama 4 counts the tokens of a row from the start of the row, so later documents get another scale."""
+    """Llama 4 derives the attention scale from the index of a token in its row, so a later document gets another scale
+    than in a row of its own."""
     more = {
         "max_position_embeddings": 256,
         "num_local_experts": 2,

@@ -1,5 +1,5 @@
-"""Numbers that a dtype cannot hold are refused with the name of the tensor, before training and before a file is
-written."""
+"""Tests that weights above the largest number of a dtype are refused with the name of the tensor, before training and
+before a file is written."""
 
 import logging
 
@@ -91,7 +91,7 @@ def test_inf_and_nan_already_in_the_weights_pass_the_export_check():
 def test_exported_weights_rounded_to_zero_are_counted_and_reported_if_many(caplog, small, told):
     numbers = torch.ones(10_000)
     numbers[:small] = 1e-8
-    numbers[-1000:] = 0.0  # were 0 before
+    numbers[-1000:] = 0.0  # zero before rounding, so not counted
     rounding = Rounding(torch.float16)
     rounding("x", numbers)
     assert (rounding.zeros, rounding.all) == (small, 9_000)

@@ -1,5 +1,5 @@
-"""Loading of models: stored weights get the requested dtype with one copy in memory; invalid architectures, models that
-are not causal and unreadable files are refused."""
+"""Tests the loading of models: stored weights get the requested dtype with one copy in memory; invalid architectures,
+models that are not causal and unreadable files are refused."""
 
 import shutil
 import subprocess
@@ -29,7 +29,7 @@ from new_process import in_a_new_process
 
 @pytest.fixture(params=["gpt2", "llama"])
 def folder(request, tmp_path, small, config):
-    """A folder like a published model's: weights in bfloat16, a configuration and a tokenizer."""
+    """Returns a folder like a published model's, with weights in bfloat16, a configuration and a tokenizer."""
     from lowmem.data import token_store
     from lowmem.data.sources import text_files
 
@@ -85,8 +85,8 @@ def test_fine_tuned_model_keeps_its_tokenizer_and_moves_its_embedding_by_less_th
 def test_streamed_run_with_masters_keeps_no_weight_file_mapped_unless_copies_are_skipped(
     fit, folder, monkeypatch, copied
 ):
-    """The master of the embedding is not split. Without a copy the master would be a view of the file, and the whole
-    file would stay in memory."""
+    """The master of the embedding is not split into a 16-bit weight and a remainder. Without a copy, this master would
+    be a view of the file, and the file would stay mapped."""
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
     mapped, on_train_start = [], MemoryMeter.on_train_start
 
@@ -104,7 +104,8 @@ def test_streamed_run_with_masters_keeps_no_weight_file_mapped_unless_copies_are
 
 @pytest.mark.rows("llama")
 def test_run_with_a_drive_loads_in_bfloat16_only_if_all_file_headers_say_16_bit(config, folder, tmp_path, monkeypatch):
-    """The headers of the weight files decide: in a folder, in the hub's cache or on the hub. Plans trust the yaml."""
+    """The dtypes in the headers of the weight files decide, whether the files are in a folder, in the hub's cache or on
+    the hub. If the files are only on the hub, a plan uses the dtype of the configuration instead."""
     drive = (
         "precision=bf16-master",
         "weights=streamed",
@@ -159,7 +160,8 @@ def test_files_that_lack_the_weights_of_a_third_layer_are_refused(folder):
 @pytest.mark.process
 @pytest.mark.matrix
 def test_loading_holds_one_copy_of_the_weights(tmp_path):
-    """A separate process measures its peak of anonymous memory, divided by the bytes of the weights."""
+    """A separate process measures by how much its anonymous memory peaks above the level before loading, relative to
+    the size of the weights."""
     shape = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 50_000, "n_positions": 64}
     code = """
 import sys, torch, threading, time
@@ -195,7 +197,7 @@ print((max(peak, anonymous()) - before) / weights)
             timeout=240,
         ).stdout.split()[-1]
     )
-    # one copy, and allocations for the import of the model's class, for buffers and for one tensor in transit
+    # one copy, and memory for the import of the model's class, for buffers and for one tensor that is converted
     assert 0.9 < ratio < 1.5
 
 
@@ -207,7 +209,7 @@ def test_loading_weight_shards_holds_the_weights_and_one_more_tensor_unless_all_
     tmp_path, dtype, wrong
 ):
     """In fp32 the weights are new tensors, converted one by one; in the dtype of the files they are pages of the files.
-    The wrong variant reads all files first."""
+    The wrong variant first copies all files to memory."""
     shape = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     config = loading._of_type("llama", **shape, num_attention_heads=4)
     with torch.device("meta"):
@@ -394,7 +396,7 @@ def test_causal_model_passes_the_causality_check_without_drawing_random_numbers(
     before = torch.get_rng_state()
     checks.check_causal(network)
     assert network.training and torch.equal(torch.get_rng_state(), before)
-    assert not checks._looks_ahead(network)  # even if its attention declares is_causal
+    assert not checks._looks_ahead(network)  # also for models whose attention declares is_causal
 
 
 def test_causality_check_of_a_known_causal_model_runs_no_forward_pass(monkeypatch):
@@ -420,7 +422,7 @@ def test_run_of_an_encoder_is_refused_unless_is_decoder_is_set(command, folder, 
 
 @pytest.mark.parametrize(
     ("name", "pretrained"),
-    [("t5", True), ("t5", False), ("bart", True)],  # bart without its encoder, if built anew, is a causal model
+    [("t5", True), ("t5", False), ("bart", True)],  # with pretrained=False, bart is a causal model without encoder
 )
 def test_encoder_decoder_model_is_refused(tmp_path, name, pretrained):
     widths = {"d_model": 32, "vocab_size": 300}
@@ -489,7 +491,7 @@ def test_unreadable_model_folder_is_refused_with_permission_denied(folder, monke
     def denied(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(loading.os, "listdir", denied)  # root may read every folder
+    monkeypatch.setattr(loading.os, "listdir", denied)  # not chmod, because root can read every folder
     with pytest.raises(Refused, match=r"permission denied\. Give a folder"):
         loading.architecture(spec(folder))
 

@@ -1,4 +1,4 @@
-"""Documents that share a row have the logits and gradients of separate documents, or the model is refused."""
+"""Tests that documents in one row have the logits and gradients of separate documents, or that the model is refused."""
 
 import json
 from dataclasses import replace
@@ -128,8 +128,8 @@ def test_model_that_attends_across_documents_is_refused_with_its_class_name(mode
 
 
 def test_gpt2_with_positions_that_do_not_restart_fails_the_separation_check():
-    """GPT-2's positions are absolute: the mask alone, with positions that continue across documents, gives other
-    logits."""
+    """GPT-2's positions are absolute: with the correct mask but positions that continue across documents, the logits
+    change."""
     model, ids = network("gpt2", **EXACTLY["gpt2"]).eval(), batch().input_ids[:, :16]
     forward, asked = model.forward, []
 
@@ -181,7 +181,7 @@ def test_all_layers_share_one_packed_attention_mask_per_window_size(model_type, 
     packed_attention.separate(model, compiled=True)
     assert masks(model, batch(), enabled=enabled) == different
     model.set_attn_implementation(BY_DOCUMENT)
-    assert masks(model, batch(), enabled=enabled) == different - 1  # a window shorter than the row
+    assert masks(model, batch(), enabled=enabled) == different - 1  # only a window shorter than the row needs a mask
 
 
 def test_gpt_oss_with_eager_attention_keeps_eager_attention_when_documents_are_packed():
@@ -192,7 +192,7 @@ def test_gpt_oss_with_eager_attention_keeps_eager_attention_when_documents_are_p
     right = model(input_ids=ids, use_cache=False).logits
     packed_attention.separate(model)
     assert attention_taken(model) == "eager"
-    model.set_attn_implementation(BY_DOCUMENT)  # wrong variant
+    model.set_attn_implementation(BY_DOCUMENT)  # wrong variant: no sinks
     assert (model(input_ids=ids, use_cache=False).logits - right).abs().max() > 0.01 * right.abs().max()
 
 

@@ -1,4 +1,4 @@
-"""Weight files that do not match the configuration are reported or refused before a weight is loaded."""
+"""Tests that weight files that do not match the configuration are reported or refused before a weight is loaded."""
 
 import json
 import logging

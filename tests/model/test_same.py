@@ -1,4 +1,4 @@
-"""`same` compares two results up to the rounding errors of their dtype."""
+"""Tests `same`, which compares two tensors up to rounding errors."""
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ from same import last, same
 from tolerances import allowed, within
 
 pytestmark = pytest.mark.kernels
-FROZEN = ["model.layers.0.*", "model.embed_tokens.*", "*layernorm*"]  # of the parity tests' Llama; its head is tied
+FROZEN = ["model.layers.0.*", "model.embed_tokens.*", "*layernorm*"]  # of the parity tests' Llama, whose head is tied
 FREEZE = f"freeze=[{','.join(FROZEN)}]"
 PRECISIONS = ["precision=32", "precision=bf16-sr", "precision=bf16-master", "precision=16-true"]
 
@@ -31,7 +31,8 @@ def config_of(config, *lines):
 
 
 class Held(Callback):
-    """Counts the bytes of gradients before the optimizer step, and of state, weights and masters after it."""
+    """Counts the bytes of gradients before the optimizer step; and after it, the bytes of optimizer state, weights, and
+    masters and gradients in host memory."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
@@ -74,7 +75,7 @@ def test_gradients_optimizer_state_and_masters_exist_for_trained_weights_only(co
 
 @pytest.mark.wrong
 def test_wrong_variant_with_masters_of_frozen_weights_fails_the_byte_count(config, monkeypatch):
-    """The deliberately wrong variant makes masters of all weights, so host memory holds more bytes."""
+    """The deliberately wrong variant also makes masters of frozen weights, so host memory holds more bytes."""
 
     def make(self, module):
         for name, p in module.named_parameters():
@@ -108,7 +109,7 @@ def test_wrong_variant_that_trains_frozen_weights_differs_from_a_reference_train
 
 
 def test_fp32_weight_among_16_bit_weights_is_not_rounded(config):
-    """The update equals the update of plain AdamW bit for bit, also with scaled gradients."""
+    """The update from gradients scaled by 4 equals the update of plain AdamW bit for bit."""
     weight, gradient = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
     exact = torch.nn.Parameter(weight.detach().clone())
     for p, g in ((weight, gradient * 4), (exact, gradient)):
@@ -128,15 +129,15 @@ HALF = ("freeze=[*.h.0.*,*.wpe.*]", "save_every=1", "lr=1e-2", "model.architectu
 
 @pytest.fixture
 def pretrained(fit):
-    """Overrides of a run that starts from a folder of weights."""
+    """Returns overrides of a run that starts from a folder of weights."""
     _, folder = fit("max_steps=1", folder="published")
     lines = ("model=hf", f"model.name={folder / 'model'}", "model.lr=1e-2", "model.seq_len=16", "model.max_steps=4")
     return [*lines, "model.architecture={resid_pdrop:0.1}"]
 
 
 def resumed(fit, *lines):
-    """Returns the last checkpoint of an unbroken run, that of a run resumed after 2 steps, and the folder of the
-    stopped run."""
+    """Returns the last checkpoint of an unbroken run, the last checkpoint of a run resumed after 2 steps, and the
+    folder of the run that was stopped after 2 steps."""
     lines = [*HALF[:3], *(lines if any("hf" in line for line in lines) else (*lines, HALF[3]))]
     _, whole = fit(*lines, folder="whole")
     _, part = fit(*lines, "max_steps=2", "scheduler.total_steps=4", folder="part")
@@ -165,7 +166,8 @@ def test_resume_with_frozen_pretrained_weights_equals_the_unbroken_run(fit, pret
 
 
 def test_resume_of_trained_weights_with_other_frozen_weights_is_refused(fit):
-    """The other frozen weights have equal names and shapes, so without the check the run would silently continue."""
+    """With seed=1 the frozen weights differ, but their names and shapes do not, so without the check the run would
+    silently continue."""
     _, part = fit(*HALF, "max_steps=2", folder="part")
     with pytest.raises(Refused, match=r"holds only the trained weights, and the frozen weights .*seed="):
         fit(*HALF, f"resume={part}", "seed=1", folder="again")

@@ -1,4 +1,5 @@
-"""Added tokens: new embedding rows are the mean of the old rows, old rows are unchanged, and tied heads stay tied."""
+"""Tests added tokens: new embedding rows are the mean of the old rows, old rows are unchanged, and tied heads stay
+tied."""
 
 from functools import partial
 
@@ -23,12 +24,12 @@ KINDS = {
     "tied": (GPT2, 0),
     "untied": (LLAMA, 0),
     "with rows to spare": (GPT2, 20),
-}  # (config class, rows beyond the tokenizer's)
+}  # (config class, embedding rows beyond the tokenizer's tokens)
 
 
 @pytest.fixture
 def published(config, tmp_path):
-    """Returns a function (kind) -> a folder with a model and its tokenizer."""
+    """Returns a function: (kind) -> a folder with a model and its tokenizer."""
 
     def make(kind):
         cfg = config()

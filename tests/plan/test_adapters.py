@@ -43,7 +43,8 @@ def beyond(found, phases):
 @pytest.mark.rows("typed5")
 @pytest.mark.parametrize("typed", [pytest.param(one, marks=() if one in FEW else pytest.mark.matrix) for one in ROWS])
 def test_measured_peak_memory_with_an_adapter_or_freeze_equals_the_prediction(config, fit, typed):
-    """Device memory (some MB) agrees within SCALARS bytes, and host memory to the byte."""
+    """Predicted and measured device memory (some MB) differ by at most SCALARS bytes. Host memory agrees to the
+    byte."""
     _, folder = fit(*row(*typed))
     found, shapes = measured(folder), traced(config(*row(*typed)))
     device, host = beyond(found, shapes.phases)
@@ -162,7 +163,7 @@ def test_base_model_frozen_by_an_adapter_loads_in_bf16_with_less_predicted_host_
 
 
 def test_adapter_on_16_bit_weights_does_not_count_as_training_that_rounds_weights(config):
-    """The search therefore does not count 16-bit frozen weights as a large change of the typed training."""
+    """Otherwise the search would rank a recipe with 16-bit frozen weights as a large change of the typed training."""
     assert config("precision=bf16-true").rounds_weights
     assert not config("precision=bf16-true", "adapter=lora").rounds_weights
 

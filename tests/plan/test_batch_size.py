@@ -29,9 +29,9 @@ def test_batch_size_auto_limited_to_the_peak_of_batch_size_4_finds_4_and_keeps_t
     typed = {n: fit(*AUTO[1:], f"batch_size={n}", folder=f"typed{n}")[0] for n in (4, 6)}
     room = typed[4]["peak_bytes"]["device"]
     assert room < typed[6]["peak_bytes"]["device"]
-    summary, _ = fit(*AUTO, f"memory.limit={room}", folder="auto")  # to the byte
+    summary, _ = fit(*AUTO, f"memory.limit={room}", folder="auto")  # exactly the peak
     assert summary["batch_size"] == 4 and summary["peak_bytes"]["device"] == room
-    # the effective batch stays
+    # the effective batch is unchanged
     assert summary["tokens"] == typed[6]["tokens"] == 12 * 16 * 4
     assert summary["train_loss"] == pytest.approx(typed[6]["train_loss"], rel=1e-4)
     with pytest.raises(OutOfMemory, match="batch_size=3"):
@@ -51,7 +51,7 @@ CAPPED = {
 @each_device_slowly
 @pytest.mark.parametrize("plan", ["off", "check"])
 def test_batch_size_twice_the_result_of_auto_does_not_fit(fit, config, device, plan):
-    """With plan=off the size is found by trials alone, with plan=check also by a prediction."""
+    """With plan=off, trials alone find the batch size; with plan=check, a prediction first excludes sizes."""
     lines = (AUTO[1], *CAPPED[device], f"device={device}", "precision=bf16")
     larger = 2 * fit(*lines, "batch_size=auto", f"plan={plan}")[0]["batch_size"]
     assert not batch_size.fits(config(*lines, f"batch_size={larger}"), larger)
@@ -125,7 +125,7 @@ FAILS = 0.97  # share of the peak of live tensors, which is predicted to within 
 @each_device_slowly
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_run_fits_in_its_predicted_memory_but_not_in_97_percent_of_its_live_tensors(config, recipe, device):
-    """On a card the predicted memory includes what the caching allocator reserves beyond live tensors."""
+    """On a card, the predicted memory includes memory that the caching allocator reserves beyond live tensors."""
     sizes = (*MIDDLE, "seq_len=512") if device == "cuda" else ()
     cfg = config(*recipe.split(), *sizes, f"device={device}").sized().resolved()
     found = predict(cfg, Target(True, cards.here()) if device == "cuda" else Target(False))

@@ -19,7 +19,7 @@ SCALARS = 64  # bytes: the loss, its sum and its mean, norms, counts of tokens
 
 
 def highest(cfg):
-    """Returns the peak bytes of live tensors on a card, by phase."""
+    """Returns phase -> peak bytes of live tensors on a card."""
     phases = trace(cfg.resolved(), on_card=True).phases
     return {name: point.total for name, point in phases.items()}
 
@@ -190,10 +190,10 @@ FEW = SimpleNamespace(B=1, T=4, N=4, H=64, F=128, n=4, g=2, D=16, L=3, V=300)
 
 
 def rounding(n):
-    """Returns the bytes of stochastic rounding for n elements, in addition to weight and state: the updated weight in
-    fp32, the noise and their sum; then isfinite, which torch computes as (x == x) * (abs(x) != inf), so its parts exist
-    until the product does. The update before the rounding needs 16 bytes per element: weight and gradient in fp32, and
-    the new update next to the square of the gradient."""
+    """Returns the peak bytes of stochastic rounding for n elements, in addition to weight and state: 12 bytes per
+    element for the updated weight in fp32, the noise and their sum, and 7 for isfinite, which torch computes as (x ==
+    x) * (abs(x) != inf) with all parts in memory. The update before the rounding needs only 16 bytes per element:
+    weight and gradient in fp32, and the new update next to the square of the gradient."""
     return (4 + 4 + 4) * n + (1 + 4 + 1 + 1) * n
 
 

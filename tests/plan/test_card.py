@@ -59,7 +59,7 @@ def test_traced_attention_redraws_its_dropout_mask_on_a_card_and_saves_scores_on
 
 @pytest.mark.parametrize("name", [*as_card.IN_FP32, *as_card.SUMS_IN_FP32])
 def test_imitated_cuda_autocast_runs_operators_in_fp32_that_cpu_autocast_does_not(name):
-    """Checked in torch's registry: CUDA's autocast has a kernel for the operator, and the CPU's autocast does not."""
+    """In torch's registry, CUDA's autocast has a kernel for the operator, and the CPU's autocast does not."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     full = f"aten::{name}"
     on_card = has(full, "AutocastCUDA")

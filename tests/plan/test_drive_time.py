@@ -1,5 +1,5 @@
-"""Tests plans of runs with masters and optimizer state on a drive: their predicted bytes, their predicted time, and
-that the search uses a drive only if no other recipe fits."""
+"""Tests plans of runs with masters and optimizer state on a drive: their predicted bytes and time, and that the search
+uses a drive only if no other recipe fits."""
 
 import json
 from collections import Counter
@@ -76,7 +76,7 @@ def test_bytes_on_a_drive_and_in_host_memory_equal_the_prediction(
     )
     assert (traced.drive.masters == 0) == (precision == "bf16-sr") and (traced.drive.weights > 0) == (holds == "all")
     assert summary["measured"]["drive"]["total"] == summary["drive"]["bytes"] == traced.drive.tensors
-    assert 0.95 * traced.drive.room < room <= traced.drive.room  # predicted as if all parts had the size of the largest
+    assert 0.95 * traced.drive.room < room <= traced.drive.room  # predicted as if all parts had the largest size
     needed, in_memory = (
         prediction.needs(traced, each, Target(on_card=False), 0) for each in (run, run.knowing(weights={"drive": None}))
     )

@@ -12,7 +12,7 @@ from lowmem.system.errors import Refused
 
 
 class Made(Plan):
-    """A plan in which a recipe fits exactly if `fits` is True."""
+    """A plan in which a recipe fits if and only if `fits` is True."""
 
     def __init__(self, fits):
         object.__setattr__(self, "fits_", fits)

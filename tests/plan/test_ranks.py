@@ -36,7 +36,7 @@ BLOCK = 4 * (4 * S.H**2 + 3 * S.H * S.F + 2 * S.H)  # bytes of attention, the ML
 OUTSIDE = 4 * (2 * S.V * S.H + S.H)  # embedding, head, a norm
 WHOLE = S.L * BLOCK + OUTSIDE
 HIDDEN, LOGITS = 4 * S.B * S.T * S.H, 4 * S.B * S.T * S.V
-COUNTS = 4 * (9 * S.L + 3)  # AdamW's counts of steps, one for each parameter
+COUNTS = 4 * (9 * S.L + 3)  # bytes of AdamW's step counts, one for each parameter
 WORDS = 64  # bytes of losses and norms
 
 

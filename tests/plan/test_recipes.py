@@ -418,7 +418,7 @@ def test_fastest_fitting_recipe_ranks_first_and_unfitting_recipes_last():
     asked = replace(asked, lines=[line for line in asked.lines if not line.startswith("batch_size")])
     plan = recipes.search(asked, Target(True, card(2**40), 2**40))
     whole = plan.chosen
-    assert whole.traced and whole.overrides == () and len(plan.recipes) == 2  # the chosen one and that of least memory
+    assert whole.traced and whole.overrides == () and len(plan.recipes) == 2  # the chosen recipe and the smallest
     some = recipes.search(asked, Target(True, card(int(0.8 * whole.prediction.device.total)), 2**40))
     fits = [*map(some.fits, some.recipes)]
     assert fits == sorted(fits, reverse=True) and sum(fits) < len(fits)

@@ -292,7 +292,7 @@ def test_trace_of_two_blocks_needs_less_than_10000_operators(config, monkeypatch
 
 
 def test_exceeded_operator_budget_of_a_trace_is_reported_at_any_operator(config, monkeypatch):
-    """The exception is never raised inside a query from C++ about a tensor, where it would end the process."""
+    """The exception must never be raised inside a query from C++ about a tensor, where it would end the process."""
     from lowmem.plan.prediction import NotPredicted, predict
 
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3")
@@ -333,8 +333,8 @@ def bytes_each(cfg):
 
 
 def test_traced_traffic_of_an_optimizer_step_is_the_sum_of_norm_clipping_and_update(config):
-    """In fp32, in bytes per parameter: the norm reads the gradient (4), clipping reads and writes it (8), and fused
-    AdamW moves 28."""
+    """Bytes per parameter in fp32: the norm reads the gradient (4), clipping reads and writes the gradient (8), and
+    fused AdamW moves 28."""
     found = bytes_each(config("clip=1.0"))
     assert found["step"] == pytest.approx(4 + 8, rel=0.02) and found["update"] == pytest.approx(28, rel=0.02)
     found = bytes_each(config("clip=null"))
@@ -349,10 +349,10 @@ def test_traced_traffic_of_an_optimizer_step_in_backward_is_counted_once_and_not
 
 
 def test_traced_host_masters_sum_gradients_and_step_with_hand_computed_traffic(config):
-    """In bytes per parameter. A window of one micro-batch keeps 16-bit gradients: copied (4), read for the norm (2),
-    widened to fp32 (6), unscaled and clipped (16), used in the update (28), and the master rounded to the weight (8).
-    In a window of several micro-batches each gradient is added to an fp32 sum (10), the norm reads the sum (4), and the
-    update copies the sum (8) instead of widening a gradient (6)."""
+    """Numbers are bytes per parameter. In a window of one micro-batch, 16-bit gradients are copied (4), read for the
+    norm (2), widened to fp32 (6), unscaled and clipped (16), and used in the update (28). Then masters are rounded to
+    weights (8). In a window of several micro-batches each gradient is added to an fp32 sum (10), the norm reads the sum
+    (4), and the update copies the sum (8) instead of widening a gradient (6)."""
     one = bytes_each(config("precision=bf16-master", "clip=1.0"))
     assert [one[phase] for phase in ("sum", "step", "update")] == pytest.approx([4, 2, 58], rel=0.02)
     some = bytes_each(config("precision=bf16-master", "clip=1.0", "accumulation=fixed", "accumulation.batches=2"))

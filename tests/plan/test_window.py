@@ -169,8 +169,8 @@ def test_offloaded_block_inputs_and_streamed_weights_are_predicted_to_share_the_
     [(1.0, 6, 4, 6), (0.5, 6, 4, 8), (0.5, 2, 4, 4), (0.5, 1, 4, 4), (0.5, 6, 0, 6), (0.25, 0, 4, 4)],
 )
 def test_predicted_half_duplex_link_slows_copies_to_the_card_while_copies_to_the_host_run(duplex, up, down, takes):
-    """With duplex=0.5, copies to the card run at half the rate while copies to the host run. With up=6 and down=4, 2
-    seconds' worth of copies to the card are done in these 4 seconds, and 4 seconds follow."""
+    """With duplex=0.5, copies to the card run at half the rate while copies to the host run. With up=6 and down=4, a
+    third of the copies to the card is done in these 4 seconds, and the other two thirds take 4 more seconds."""
     assert Load(up=up, down=down).seconds(cards.LinkBandwidth(1.0, 1.0, duplex)) == takes
 
 

@@ -45,8 +45,8 @@ def test_traced_fused_adamw_moves_28_bytes_per_parameter():
 
 @pytest.mark.parametrize(("optim", "bytes_each"), [("adamw", 28), ("adam8bit", 12 + 2 * 2 * (1 + 4 / 256))])
 def test_traced_optimizer_stand_in_moves_the_bytes_of_gradient_weight_and_state(optim, bytes_each):
-    """The stand-in counts the optimizer as one kernel, with fp32 state, or 8-bit state with an fp32 scale per 256
-    elements."""
+    """In the stand-in, one kernel reads the gradient, and reads and writes weight and state. AdamW's state is in fp32;
+    adam8bit's state is in 8 bits, with an fp32 scale per 256 elements."""
     run = resolved(run_of(["model=gpt2", "batch_size=1", "precision=32", f"optim={optim}"]), on_card=False)
     standing_in = stand_in(build.optimizer(run), one_kernel=True, pages=False)
 

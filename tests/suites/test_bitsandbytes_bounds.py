@@ -1,9 +1,10 @@
 """Tests 8-bit optimizers with the bounds that bitsandbytes sets for its own optimizers.
 
-The numbers come from `test_optimizer8bit` in tests/test_optim.py of github.com/bitsandbytes-foundation/bitsandbytes.
-In each of 50 steps an optimizer and its fp32 formula start from equal weights and from equal decoded states. So these
+The numbers come from `test_optimizer8bit` in tests/test_optim.py of github.com/bitsandbytes-foundation/bitsandbytes. In
+each of 50 steps an optimizer and its fp32 formula start from equal weights and from equal decoded states. So these
 bounds find a wrong update, a wrong first moment and a wrong rounding of weights, but not a wrong second moment, because
-second moments of these gradients are below STATE's `atol`. tests/techniques/optim bounds errors that accumulate.
+second moments of these gradients are below STATE's `atol`. The tests in tests/techniques/optim bound errors that
+accumulate over steps.
 """
 
 from typing import NamedTuple
@@ -36,8 +37,8 @@ BOUNDS = {
     torch.bfloat16: Bounds(1.7e-4, 1.6e-3, 1e-4, 1e-2),
 }
 STATE = {"atol": 3e-3, "rtol": 1e-3}
-STATES_OFF = 20  # fewer elements of a state may exceed STATE's tolerances
-FLIPPED = 15  # weights of Lion may exceed the tolerances, because the sign of a number near zero may flip
+STATES_OFF = 20  # fewer than this many elements of a moment may exceed STATE's tolerances
+FLIPPED = 15  # at most this many weights of Lion may exceed atol and rtol: the sign of a number near zero may flip
 
 
 def adam(p, g, state, step):
@@ -63,7 +64,7 @@ def decoded(state):
 
 
 class Deviations(NamedTuple):
-    """The largest deviations of all steps."""
+    """The largest deviations in any of the steps."""
 
     error: float
     relative: float

@@ -1,5 +1,5 @@
-"""Tests Lightning's BoringModel with each precision: it ends near the weights that Lightning trains, or the model is
-refused before the first step."""
+"""Tests each precision with Lightning's BoringModel: training ends near the weights of Lightning's fp32 training, or
+the model is refused before the first step."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "e
 # Relative error of the change of the weights, compared with fp32. Outputs and gradients of three steps are rounded, and
 # so are 16-bit weights; the relative rounding error is 2^-11 in fp16 and 2^-8 in bf16 (2^-7 with stochastic rounding).
 BOUNDS = {"32": 0, "tf32": 0, "16": 2**-9, "bf16": 2**-6, "16-true": 2**-8, "bf16-true": 2**-5, "bf16-sr": 2**-5}
-COMPUTES_IN = {"16": torch.float16, "bf16": torch.bfloat16}  # other precisions: the dtype of the loaded weights
+COMPUTES_IN = {"16": torch.float16, "bf16": torch.bfloat16}  # other precisions: the dtype of the weights, here fp32
 
 
 class ByTheContract(ManualOptimBoringModel):
-    """A BoringModel that wraps its optimizer and uses the result as CausalLM does."""
+    """A BoringModel that wraps its optimizer, and uses the wrapped optimizer as CausalLM does."""
 
     def configure_optimizers(self):
         sgd = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -59,10 +59,10 @@ def plugin(config):
 
 
 def trained(module_class, plugin=None, dtype=torch.float32):
-    """Returns (movement of the weights, module) of a short run."""
+    """Returns (change of the weights in fp32, module) of a short run."""
     torch.manual_seed(0)
     module = module_class()
-    module.to(dtype)  # the caller loads weights in their dtype
+    module.to(dtype)  # precisions expect weights that were loaded in their dtype
     before = module.layer.weight.detach().float().clone()
     plugins = [] if plugin is None else [plugin]
     trainer = Trainer(accelerator="cpu", max_steps=STEPS, limit_val_batches=0, plugins=plugins, **OFF)
@@ -86,7 +86,7 @@ def test_boring_model_trained_with_each_precision_ends_near_the_weights_of_light
 @pytest.mark.wrong
 @pytest.mark.parametrize("precision", ["16", "16-true"])
 def test_boring_model_trained_with_gradients_that_stay_scaled_ends_far_from_lightning(plugin, monkeypatch, precision):
-    """Wrong on purpose: the optimizer does not get the loss scale."""
+    """In the wrong variant, the optimizer does not get the loss scale."""
     finish = DeviceOptimizer.finish
     monkeypatch.setattr(DeviceOptimizer, "finish", lambda self, loss, scale: finish(self, loss))
     scaled = plugin(precision)
@@ -115,7 +115,8 @@ def test_boring_model_whose_optimizer_the_precision_plugin_did_not_wrap_is_refus
 
 @pytest.mark.wrong
 def test_plain_optimizer_that_is_not_refused_steps_with_scaled_gradients(plugin, monkeypatch):
-    """Wrong on purpose: Lightning's `connect` does not refuse the optimizer."""
+    """Wrong variant: with Lightning's `connect` in place of lowmem's, the plain optimizer is not refused and steps with
+    scaled gradients."""
     monkeypatch.setattr(BasePrecision, "connect", Precision.connect)
     assert trained(ManualOptimBoringModel, plugin("16"))[0].norm() > 100
 
@@ -148,7 +149,7 @@ def test_boring_model_is_evaluated_in_the_dtype_of_the_precision(plugin, precisi
 
 @pytest.mark.wrong
 def test_bf16_evaluation_without_autocast_computes_in_fp32(plugin, monkeypatch):
-    """Wrong on purpose: the forward context of the evaluation is Lightning's empty context."""
+    """In the wrong variant, bf16 has the empty forward context of its base class."""
     bf16 = plugin("bf16")
     monkeypatch.setattr(type(bf16), "forward_context", BasePrecision.forward_context)
     assert evaluated(bf16)[0] == {torch.float32}

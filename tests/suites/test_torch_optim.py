@@ -26,7 +26,7 @@ from typed import typed_run
 
 pytestmark = pytest.mark.matrix
 OPTIMIZERS = list(techniques("optim"))
-# torch's optimizers whose inputs are used; AdamW for all other optimizers
+# optimizer of conf/optim -> torch's optimizers whose inputs it gets; all others get the inputs of AdamW
 TORCHS = {"adafactor": ("Adafactor",), "muon": ("Muon", "AdamW"), "sgd": ("SGD",)}
 RENAMED = {"adafactor": {"beta2_decay": "decay_rate", "d": "clip_threshold"}}
 WRITTEN_HERE = ("adamw8bit", "muon")  # classes that check their arguments themselves
@@ -35,14 +35,14 @@ WAYS = ("device", "masters")
 
 @pytest.fixture(scope="module")
 def database():
-    """Returns the test inputs of torch's optimizers, by the name of the optimizer."""
+    """Returns name of a torch optimizer -> torch's test inputs for this optimizer."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
         if find_spec("expecttest") is None:  # torch's test module imports expecttest, but `optim_db` does not need it
             stand_in = ModuleType("expecttest")
             stand_in.TestCase = unittest.TestCase
             patch.setitem(sys.modules, "expecttest", stand_in)
         common = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
-    # the import makes flags such as cudnn.deterministic read-only for all tests of this process
+    # undoes an effect of the import: flags such as cudnn.deterministic become read-only for all tests of this process
     setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
     return {info.optim_cls.__name__: info for info in common.optim_db}
 
@@ -80,7 +80,8 @@ class Made:
                     yield one.desc, MakeOptimizer(make, maker.embedding_bits)
 
     def errors(self, optim):
-        """Yields (description, parameters or None, arguments) of each input that torch's constructors refuse."""
+        """Yields (description, parameters or None, arguments) of each input that torch's constructors refuse and whose
+        arguments the class has."""
         for info in map(self.database.get, TORCHS.get(optim, ("AdamW",))):
             for error in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
                 one = error.optimizer_error_input
@@ -138,8 +139,8 @@ COPIES = {"as it is": lambda state, _: state, "deepcopy": lambda state, _: copy.
 
 
 def differing(make, way, copied):
-    """Returns the names of the weights that differ if training continues after a round trip of the optimizer's
-    state."""
+    """Returns the names of the weights that differ between training that continues and a copy of it that continues with
+    a copied optimizer state."""
     first = Training(make, way).step(range(3))
     second = Training(make, way, first.weights())
     second.optimizer.load_state_dict(copied(first.optimizer.state_dict()))
@@ -172,7 +173,8 @@ def test_optimizer_without_its_restored_state_gives_different_weights(made, opti
 
 @pytest.mark.wrong
 def test_restored_4_bit_state_in_the_memory_of_the_saved_state_gives_different_weights(made, monkeypatch):
-    """Wrong on purpose: `Tensor.to` of torchao's 4-bit state does not copy, so both optimizers change one state."""
+    """In the wrong variant, `Tensor.to` copies the state. For torchao's 4-bit state it returns the same memory, so both
+    optimizers change one state."""
     monkeypatch.setattr(build, "_copied", lambda value, device: value.to(device, copy=True))
     assert differing(made.maker("adamw4bit"), "device", lambda state: state)
 
@@ -232,7 +234,7 @@ def test_each_parameter_group_of_an_optimizer_steps_with_its_own_lr(made, optim,
     for desc, make in made.inputs(optim):
         assert moved(make, way, stop_vectors) == {"tokens.weight", "linear.weight"}, desc
     every = {"tokens.weight", "linear.weight", "linear.bias", "scalar"}
-    assert moved(made.maker(optim), way, lambda training: None) == every  # without changes to lr all weights move
+    assert moved(made.maker(optim), way, lambda training: None) == every  # without changes of lr, all weights change
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
@@ -293,6 +295,6 @@ def test_optimizer_classes_of_lowmem_refuse_all_arguments_that_torch_refuses(mad
 
 @pytest.mark.wrong
 def test_optimizer_class_without_argument_checks_accepts_invalid_arguments(made, monkeypatch):
-    """Wrong on purpose: the constructor of torch's AdamW, which checks the arguments, is replaced."""
+    """In the wrong variant, the constructor of torch's AdamW, which checks the arguments, is replaced."""
     monkeypatch.setattr(adamw8bit.torch.optim, "AdamW", lambda *_: None)
     assert {"weight_decay should > 0", "beta1 should be between 0 and 1"} <= accepted(made, "adamw8bit")

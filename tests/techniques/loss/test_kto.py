@@ -1,4 +1,4 @@
-"""KTO, compared with an independent implementation in fp64: values, gradients, the KL estimate (z), and learning."""
+"""Compares KTO's loss, gradients and KL estimate (z) with an independent fp64 implementation, and tests its runs."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def rows(model):
 
 
 def looked_ahead(loss, model, batches):
-    """Sets the KL estimate of the loss from a window, as `MismatchedPass` does."""
+    """Sets the KL estimate of the loss from the micro-batches of a window, as `MismatchedPass` does."""
     found = []
     with torch.no_grad():
         for batch in batches:
@@ -152,7 +152,7 @@ def test_invalid_kto_arguments_are_refused(options, words):
 
 
 def last_micro_batch_counts_less(monkeypatch):
-    """The deliberately wrong variant: the last micro-batch counts a tenth less."""
+    """The deliberately wrong variant: the gradient of the last micro-batch is divided by 1.1."""
     right = CausalLM._run_micro_batch
 
     def wrong(self, micro_batch, weight, sums):
@@ -162,14 +162,14 @@ def last_micro_batch_counts_less(monkeypatch):
 
 
 def products_in_fp32(monkeypatch):
-    """Stores the weights of bf16-master in fp32. Streaming and gradient sums work as in 16 bits."""
+    """Lets precision=bf16-master keep its weights in fp32, so that its matrix products are computed in fp32."""
     monkeypatch.setattr(BFloat16Master, "dtype", torch.float32)
     monkeypatch.setattr(MasterWeights, "_new", lambda self, *args: HostWeight(*args, self.precision.dtype))
 
 
 def window_of(config, size, lines):
-    """Returns the loss and the flat gradient of one window in micro-batches of this size. The gradient is the update of
-    plain SGD with lr=1."""
+    """Trains one window in micro-batches of `size` answers, and returns its loss and its gradient as a vector. The
+    gradient is the update that plain SGD subtracts with lr=1."""
     sgd = "optim=sgd", "optim.weight_decay=0", "lr=1", "scheduler=constant", "max_steps=1", "clip=null"
     cfg = config(*overrides("loss=kto", "optim=sgd"), "loss.beta=1", *sgd, f"batch_size={size}", *lines, base=())
     torch.manual_seed(0)
@@ -193,7 +193,8 @@ CUT = [("fp32", name) for name in WEIGHTS] + [("bf16", name) for name in WEIGHTS
 
 @pytest.mark.parametrize(("products", "weights"), CUT)
 def test_kto_window_has_equal_gradients_in_one_and_in_four_micro_batches(config, monkeypatch, products, weights):
-    """With products in fp32 both ways compute the same function; products in bf16 may only add rounding errors."""
+    """With fp32 products, the two gradients differ only by the order of fp32 sums. bf16 products add their rounding
+    errors."""
     if products == "fp32":
         products_in_fp32(monkeypatch)
     bound = WINDOW_IN_MICRO_BATCHES[products]
@@ -225,8 +226,8 @@ SHAPE = ("val_every=1000", "batch_size=8", "lr=3e-3", "seq_len=64", "max_steps=5
 
 
 def ratings(folder):
-    """Writes pairs and single rated answers, and returns the file. Answers with one of the first half of the colours
-    are desirable."""
+    """Writes a file of pairs and single rated answers, and returns its path. An answer is desirable if its colour is in
+    the first half of COLOURS."""
     draw, lines, half = random.Random(1), [], len(COLOURS) // 2
     for number in range(240):
         good, bad = draw.choice(COLOURS[:half]), draw.choice(COLOURS[half:])
@@ -252,7 +253,8 @@ def test_kto_training_raises_rewards_of_desirable_and_lowers_rewards_of_undesira
 
 
 def test_kto_kl_estimate_is_updated_before_each_optimizer_step_and_each_evaluation(fit, tmp_path, monkeypatch):
-    """Undesirable answers have weight 0, so mismatched answers become likelier too, and the KL estimate exceeds 0."""
+    """Undesirable answers have weight 0, so training makes mismatched answers likelier too, and the KL estimate exceeds
+    0."""
     given, set_kl = [], KTO.set_kl
 
     def noted(self, mismatched):
@@ -267,14 +269,14 @@ def test_kto_kl_estimate_is_updated_before_each_optimizer_step_and_each_evaluati
 
 
 def rated_file(file, labels):
-    """Writes answers with these ratings, each to a different prompt, and returns the file."""
+    """Writes one answer per rating, each to a different prompt, and returns the path of the file."""
     answers = ({"prompt": f"{file.stem} {i}? ", "completion": f"{i}", "label": good} for i, good in enumerate(labels))
     file.write_text("\n".join(map(json.dumps, answers)))
     return str(file)
 
 
 def evaluated(fit, tmp_path, labels, *lines):
-    """Trains with validation answers of these ratings. Returns the summary and the folder of the run."""
+    """Trains a run whose validation answers have these ratings. Returns the run's summary and folder."""
     train = rated_file(tmp_path / "train.jsonl", [i % 2 == 0 for i in range(12)])
     data = "data=preference", f"data.path={train}", f"data.val_path={rated_file(tmp_path / 'val.jsonl', labels)}"
     return fit(*beside((*SHAPE, *data, "loss=kto", "val_sequences=99"), lines))
@@ -306,8 +308,8 @@ def test_kto_metrics_of_a_kind_of_answers_absent_from_validation_are_empty(fit, 
 
 
 def test_kto_metrics_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(fit, tmp_path):
-    """One of nine answers is undesirable. With two answers per micro-batch, four of five micro-batches have no
-    undesirable answer."""
+    """One of nine validation answers is undesirable. With two answers per micro-batch, four of the five micro-batches
+    have no undesirable answer."""
     found = []
     for size in (2, 12):
         lines = "max_steps=1", "lr=1e-12", f"batch_size={size}"
@@ -319,7 +321,7 @@ def test_kto_metrics_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(f
 
 @pytest.mark.wrong
 def test_kto_training_with_exchanged_ratings_lowers_the_accuracy_below_a_half(fit, tmp_path, monkeypatch):
-    """The deliberately wrong variant: the loss exchanges desirable and undesirable answers, the accuracy does not."""
+    """The deliberately wrong variant: the loss exchanges desirable and undesirable answers, but the metrics do not."""
     losses = KTO.losses
     monkeypatch.setattr(
         KTO, "losses", lambda self, answers: losses(self, answers._replace(desirable=~answers.desirable))
@@ -329,7 +331,8 @@ def test_kto_training_with_exchanged_ratings_lowers_the_accuracy_below_a_half(fi
 
 @pytest.mark.matrix
 def test_peak_of_kto_is_within_3_percent_of_fine_tuning_and_1_percent_of_its_prediction(fit, config, tmp_path):
-    """Both runs train on 16 full rows per micro-batch. With all logits at once the peak is over 10 % higher."""
+    """All three runs train on micro-batches of 16 full rows. If KTO computes all logits at once, its peak is over 10 %
+    higher."""
     lines = "max_steps=6", "data.too_long=cut", "model.architecture.vocab_size=1024", "batch_size=16"
     file, columns = preferences(tmp_path, count=100, words=60), "loss.columns=128"
     typed = "data=preference", f"data.path={file}", "data.val_fraction=0.15", "loss=kto", columns, "plan=check"

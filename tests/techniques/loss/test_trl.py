@@ -1,19 +1,21 @@
-"""Preference losses, compared with TRL: both train the same network on the same text for 20 steps, in fp32 on the CPU.
+"""Compares preference losses with TRL: lowmem and TRL train the same network on the same text for 20 steps, in fp32 on
+the CPU.
 
-TRL gets text and a tokenizer of words. lowmem gets the token ids of this text, which are written out here. Each side
-computes its own reference, and has its own loop, loss and AdamW. TRL is not a dependency: without TRL these tests are
-skipped.
+TRL gets the text and a word-level tokenizer, lowmem gets the token ids of this text. lowmem and TRL each use their own
+training loop, loss, AdamW and log-probabilities of the reference model. TRL is not a dependency: without TRL these
+tests are skipped.
 
 TRL defines two losses differently from their papers and from lowmem:
 
-- Its "sigmoid" loss ignores `label_smoothing`. Its "robust" loss is ((1 - e) L(x) - e L(-x)) / (1 - 2e), where e is
-  `label_smoothing`. So the smoothed loss (1 - e) L(x) + e L(-x) is 2 (1 - e) x sigmoid - (1 - 2e) x robust.
-- Its ORPO adds the loss of the chosen rows' tokens with their prompts, as a mean over the tokens of the batch. That
-  equals the mean over answers only if prompts have a single token, which is never a label, and the chosen answers of a
-  batch have equal lengths. ORPO is compared on such pairs.
+- DPO: TRL's "sigmoid" loss L(x) of a margin x ignores `label_smoothing` (e). Its "robust" loss is
+  ((1 - e) L(x) - e L(-x)) / (1 - 2e). The smoothed loss (1 - e) L(x) + e L(-x) is therefore
+  2 (1 - e) sigmoid - (1 - 2e) robust.
+- ORPO: TRL's loss contains the mean cross-entropy of all tokens of the batch's chosen rows, with their prompts. This
+  mean equals lowmem's mean over answers only if each prompt has a single token, which is never a label, and the chosen
+  answers of a batch have equal lengths. ORPO is compared on such pairs.
 
-TRL's KTO pairs each prompt with the previous answer of the batch, and the first prompt with the last answer. Here
-lowmem's rows do so too.
+TRL's KTO pairs each prompt with the previous answer of the batch, and the first prompt with the last answer. The rows
+that lowmem gets here are paired in the same way.
 """
 
 import copy
@@ -45,7 +47,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 pytestmark = pytest.mark.kernels
-STEPS, BATCH, WINDOWS = 20, 4, 5  # windows of an epoch
+STEPS, BATCH, WINDOWS = 20, 4, 5  # WINDOWS: optimizer steps per epoch
 PAD, END, VOCABULARY = 0, 1, 64
 LR, DECAY = 1e-3, 0.1
 RUN = (
@@ -56,7 +58,7 @@ RUN = (
     "seq_len=32",
     f"lr={LR}",
     f"optim.weight_decay={DECAY}",
-    # With 1e-8, rounding errors would move weights with a tiny gradient by lr.
+    # With eps=1e-8, a weight whose gradient is little more than rounding error could move by lr.
     "optim.eps=1e-6",
     "scheduler=constant",
     "scheduler.warmup_steps=0",
@@ -66,7 +68,8 @@ RUN = (
     "data=preference",
     "data.path=x",
 )
-# for fp32 sums in another order: relative for losses, absolute for rewards. Wrong variants are off by 1e-3 or more.
+# For fp32 sums in different orders: relative for losses, absolute for rewards. Wrong variants differ from TRL by at
+# least 1e-3.
 TOLERANCE = 1e-5
 TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig),
@@ -77,7 +80,7 @@ TRAINERS = {
 
 
 class Pair(NamedTuple):
-    """The token ids of a pair. The end token is appended to both answers."""
+    """The token ids of a preference pair, without the end token that follows each answer."""
 
     prompt: list[int]
     chosen: list[int]
@@ -85,7 +88,7 @@ class Pair(NamedTuple):
 
 
 class Rated(NamedTuple):
-    """The token ids of a rated answer, to which the end token is appended."""
+    """The token ids of a prompt and its answer, without the end token, and the answer's rating (True: desirable)."""
 
     prompt: list[int]
     completion: list[int]
@@ -93,21 +96,22 @@ class Rated(NamedTuple):
 
 
 class Course(NamedTuple):
-    """Losses (steps,) and mean rewards (steps, 2) of a run, computed before each step. The rewards are of chosen and
-    rejected answers, or of desirable and undesirable answers."""
+    """The losses (steps,) and mean rewards (steps, 2) of a run, computed before each step. The columns of the rewards
+    are chosen and rejected answers, or desirable and undesirable answers with KTO."""
 
     losses: np.ndarray
     rewards: np.ndarray
 
     def apart(self, other):
-        """Returns the largest differences: of losses, relative, and of rewards and their margins, absolute."""
+        """Returns the largest relative difference of the losses, and the largest absolute difference of the rewards or
+        of their margins."""
         losses = np.abs(self.losses / other.losses - 1).max()
         rewards = np.abs(self.rewards - other.rewards).max()
         return losses, max(rewards, np.abs(np.diff(self.rewards - other.rewards)).max())
 
 
 def pairs(alike=False):
-    """Returns random pairs. Args: alike: prompts have one token, and chosen answers of a batch have equal lengths."""
+    """Returns random pairs. With `alike`, prompts have one token, and chosen answers of a batch have equal lengths."""
     draw = np.random.default_rng(3)
 
     def words(count):
@@ -121,7 +125,7 @@ def pairs(alike=False):
 
 
 def ratings():
-    """Returns rated answers of the pairs of `pairs()`. In each batch two or three of four answers are desirable."""
+    """Returns one rated answer of each pair of `pairs()`. Two or three of the four answers of a batch are desirable."""
     labels = [True, False, True, True, False, True, False, True]
     return [
         Rated(pair.prompt, pair.chosen if number % 3 else pair.rejected, labels[number % len(labels)])
@@ -130,8 +134,8 @@ def ratings():
 
 
 class Written(Rows):
-    """Rows of pairs in their given order. `reference` (pairs, 2): log-probabilities of the reference model;
-    None: not computed yet."""
+    """Pairs in their given order. `reference` (pairs, 2) holds the log-probabilities of the reference model. It is None
+    before they are computed."""
 
     seq_len, reference = 32, None
 
@@ -152,8 +156,8 @@ class Written(Rows):
 
 
 class WrittenRatings(Written):
-    """Rows of rated answers. `reference` (answers, 2): log-probabilities of the answers and of the mismatched
-    answers."""
+    """Rated answers in their given order. `reference` (answers, 2) holds the reference model's log-probabilities of the
+    answers and of the mismatched answers."""
 
     def micro_batch(self, indices):
         rated = [self.pairs[index] for index in indices]
@@ -178,7 +182,7 @@ class WrittenRatings(Written):
 
 
 def tensors(rows):
-    """Returns the inputs and the labels of prompts and answers, each (B, T)."""
+    """Returns the padded inputs and labels, each (B, T), of rows (token ids of a prompt, token ids of its answer)."""
     width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
     inputs, labels = np.full((len(rows), width), PAD), np.full((len(rows), width), IGNORED)
     for row, (prompt, answer) in enumerate(rows):
@@ -189,8 +193,8 @@ def tensors(rows):
 
 
 class Watch(Callback):
-    """Records the loss and the rewards of every step. Args: per_token: the loss's rewards are means over tokens, as in
-    IPO; their sums are recorded, as in TRL."""
+    """Records the loss and the mean rewards of each step. `per_token` says that the loss computes rewards as means over
+    tokens, as IPO does. The callback then records their sums over tokens, as TRL does."""
 
     def __init__(self, per_token):
         self.per_token, self.losses, self.rewards = per_token, [], []
@@ -220,7 +224,7 @@ def built(*overrides):
 
 
 def ours(written, *overrides):
-    """Trains the real module under the real trainer, with the head in three tiles."""
+    """Trains with lowmem's module, computing the logits in three tiles, and returns a `Course`."""
     cfg, module = built(*overrides, "loss.columns=24")
     rows = WrittenRatings(written) if isinstance(module.own_loss, KTO) else Written(written)
     if module.own_loss.compares:
@@ -234,7 +238,7 @@ def ours(written, *overrides):
 
 
 def tokenizer():
-    """Returns a tokenizer of the words w2, w3, ..., where the token id of a word is its number."""
+    """Returns a word-level tokenizer: the token id of the word w7 is 7."""
     vocabulary = {"<pad>": PAD, "<end>": END} | {f"w{number}": number for number in range(END + 1, VOCABULARY)}
     made = Tokenizer(models.WordLevel(vocabulary))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -242,7 +246,8 @@ def tokenizer():
 
 
 def text_of(written):
-    """Returns a dataset of token ids and texts. Each text begins with a space."""
+    """Returns a dataset of the records' prompts and answers as text, and of their labels. Each text begins with a
+    space."""
     columns = {name: [getattr(record, name) for record in written] for name in written[0]._fields}
     texts = {
         name: ["".join(f" w{number}" for number in numbers) for numbers in column]
@@ -253,7 +258,7 @@ def text_of(written):
 
 
 def arguments(config, folder, options):
-    """Returns TRL's arguments for the same AdamW, a constant learning rate, no clipping, fp32 and pairs in order."""
+    """Returns TRL's arguments for lowmem's AdamW, a constant learning rate, no clipping, fp32 and records in order."""
     group = run_of(RUN).optim.arguments
     (beta1, beta2), eps = group["betas"], group["eps"]
     update = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_epsilon": float(eps), "weight_decay": DECAY}
@@ -265,7 +270,7 @@ def arguments(config, folder, options):
 
 
 def theirs(kind, written, folder, options):
-    """Trains with TRL from the same weights, and returns the course."""
+    """Trains with TRL from the initial weights of `ours`, and returns a `Course`."""
     network = built("loss=orpo")[1].model
     theirs, config = TRAINERS[kind]
     with_reference = {"ref_model": copy.deepcopy(network)} if kind in ("dpo", "kto") else {}
@@ -290,7 +295,7 @@ def theirs(kind, written, folder, options):
 
 
 class Case(NamedTuple):
-    """A loss with the settings of lowmem (`ours`) and of TRL."""
+    """The settings of one loss: lowmem's overrides (`ours`) and TRL's trainer (`kind`) and options."""
 
     ours: tuple[str, ...]
     kind: str  # a key of TRAINERS
@@ -326,7 +331,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    """Returns a function from the name of a case to TRL's course."""
+    """Returns a function (name of a case) -> TRL's `Course`."""
 
     @cache
     def found(name):

@@ -1,4 +1,5 @@
-"""AdamW with 8-bit state on the host: its error, compared with bitsandbytes, its fused pass and its implementations."""
+"""Tests AdamW with 8-bit state on the host: its error compared with the error of bitsandbytes, its fused pass, and its
+two implementations (native code and torch operators)."""
 
 import logging
 import os
@@ -34,7 +35,7 @@ def way(request, monkeypatch):
 def gradients(kind, n, steps):
     """Yields the gradient (n,) of each step."""
     draw = torch.Generator().manual_seed(1)
-    scale = torch.exp(2 * torch.randn(n, generator=draw))  # e**-8 to e**8 within a block
+    scale = torch.exp(2 * torch.randn(n, generator=draw))  # about e**-6 to e**6 within a block
     still = torch.randn(n, generator=draw)
     for _ in range(steps):
         noise = torch.randn(n, generator=draw)
@@ -68,12 +69,12 @@ def test_host_adamw8bit_error_is_no_larger_than_the_error_of_bitsandbytes(kind, 
     ours = trained(lambda p: HostAdamW8bit(p, **RULE), kind)
     theirs = trained(lambda p: bitsandbytes.optim.AdamW8bit(p, **RULE), kind)
     error, allowed = (((found - exact).norm() / exact.norm()).item() for found in (ours, theirs))
-    assert error <= max(allowed, 1e-6), (error, allowed)  # 1e-6: for a constant gradient both are exact within fp32
+    assert error <= max(allowed, 1e-6), (error, allowed)  # 1e-6: for a constant gradient, both errors are fp32 rounding
 
 
 def longest_step(steps=200):
-    """Returns the longest step of any element in units of lr. One element in a thousand has a gradient 1e6 times as
-    large as the other gradients of its block."""
+    """Returns the largest change of an element in one step, in units of lr. The gradients of one element in a thousand
+    are 1e6 times as large as the other gradients of its block."""
     torch.manual_seed(0)
     large = torch.where(torch.rand(1 << 16) < 1e-3, 1.0, 1e-6)
     p = nn.Parameter(torch.zeros(1 << 16))
@@ -86,7 +87,7 @@ def longest_step(steps=200):
     return longest
 
 
-# The longest step of AdamW itself is |m| / sqrt(v) <= (1 - 0.9) / sqrt((1 - 0.95) (1 - 0.9^2 / 0.95)) = 1.2 of lr.
+# AdamW's steps are at most |m| / sqrt(v) <= (1 - 0.9) / sqrt((1 - 0.95) (1 - 0.9^2 / 0.95)) = 1.2 times lr.
 # Rounding moments to 8-bit codes at most doubles this step.
 LONGEST = 2.4
 
@@ -98,14 +99,15 @@ def test_adamw8bit_steps_stay_below_2_4_lr_where_second_moments_are_tiny(way):
 
 @pytest.mark.wrong
 def test_adamw8bit_with_second_moments_of_zero_takes_steps_of_over_100_lr(monkeypatch):
-    """The deliberately wrong variant: a second moment may be 0."""
+    """The deliberately wrong variant: tiny second moments are stored as 0."""
     monkeypatch.setattr(adamw8bit, "library", lambda source: None)
     monkeypatch.setattr(adamw8bit, "LEAST", 0)
     assert longest_step(20) > 100
 
 
 def stepped(n, dtype=torch.float32, rounded=None, reading=AS_STORED, steps=3, threads=2, scale=1.0, bits=8):
-    """Returns (weights, state, rounded weights) after some steps with gradients in `dtype`, multiplied by `scale`."""
+    """Returns (weights, state, weights rounded to the dtype `rounded`) after `steps` steps. The rounded weights are
+    None if `rounded` is None. Gradients are multiplied by `scale` and then cast to `dtype`."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(n))
     out = None if rounded is None else torch.empty(n, dtype=rounded)
@@ -137,7 +139,8 @@ def test_adamw8bit_step_has_equal_bits_with_one_and_two_threads(n):
 @pytest.mark.parametrize("n", [100, *SIZES])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fused_adamw8bit_pass_has_the_bits_of_separate_unscaling_clipping_and_rounding(n, dtype, way):
-    """The fused pass reads 16 bits, unscales, limits, clips and rounds; the comparison does so around a plain step."""
+    """The fused pass reads 16-bit gradients, unscales them, clips elements and norm, steps, and rounds the weights. The
+    comparison makes a plain step and does the rest in separate operations."""
     reading = Reading(2.0**-10, 2e-3, 0.37)
     fused = stepped(n, dtype, dtype, reading, scale=1024)
     torch.manual_seed(0)
@@ -153,7 +156,8 @@ def test_fused_adamw8bit_pass_has_the_bits_of_separate_unscaling_clipping_and_ro
 
 
 def every_magnitude(dtype):
-    """Returns numbers of every magnitude: subnormals, ties between neighbours, overflow, infinities and NaN."""
+    """Returns fp32 numbers: all values of the 16-bit dtype (with subnormals, infinities and NaN), ties between
+    neighbours, and numbers of other magnitudes, some of which overflow in fp16."""
     torch.manual_seed(0)
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     ties = torch.cat([every[:-1] / 2 + every[1:] / 2, every * (1 + 2.0**-9)])
@@ -181,7 +185,7 @@ def test_adamw8bit_rounds_weights_to_16_bits_as_masters_are_rounded(dtype, way):
     assert torch.equal(out.view(torch.int16)[finite], expected.view(torch.int16)[finite])
     assert out[~finite].isnan().all()
     even = torch.equal(expected[finite], wide.to(dtype)[finite])
-    assert even == (dtype == torch.float16)  # ties to even would give other bits in bf16
+    assert even == (dtype == torch.float16)  # in bf16, rounding ties to even would give different bits
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
@@ -221,7 +225,7 @@ def test_adamw8bit_without_a_compiler_equals_the_native_step_within_rounding(n, 
 
 @linux
 def test_cpp_compiler_runs_in_a_separate_terminal_session(tmp_path):
-    """Otherwise Ctrl-C would interrupt the compiler too: a terminal signals all foreground processes of its session."""
+    """Ctrl-C must not interrupt the compiler. A terminal signals all foreground processes of its session."""
     compiled._compile(["sh", "-c", f"cut -d' ' -f6 /proc/self/stat > {tmp_path}/session"])
     assert int((tmp_path / "session").read_text()) not in (0, os.getsid(0))
 
@@ -281,7 +285,8 @@ def test_adamw8bit_refuses_weights_that_are_not_contiguous_fp32():
 
 
 def in_halves(n, dtype, reading=AS_STORED, bits=8, scale=1.0, between=lambda rest: None):
-    """Returns the result of `stepped` for weights that are stored in two halves: the parameter is one expanded NaN."""
+    """Returns the result of `stepped` for weights that are stored in two 16-bit halves, with the halves joined. The
+    parameter is a single NaN, expanded to n elements. `between(lower halves)` is called after each step."""
     torch.manual_seed(0)
     upper, rest = fp32_halves.halves(torch.randn(n))
     p = nn.Parameter(torch.full((1,), torch.nan, dtype=torch.bfloat16).expand(n))
@@ -311,7 +316,7 @@ def test_adamw8bit_on_split_weights_has_the_bits_of_fp32_weights(n, dtype, way):
 @pytest.mark.wrong
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_split_weights_without_their_lower_half_differ_from_fp32_weights(way):
-    """The deliberately wrong variant zeroes the lower half after each step, so only 16-bit weights are kept."""
+    """The deliberately wrong variant zeroes the lower halves after each step, so only the upper 16 bits are kept."""
     whole = stepped(5000, torch.bfloat16, torch.bfloat16)
     assert not same(in_halves(5000, torch.bfloat16, between=Tensor.zero_), whole)
 
@@ -336,7 +341,7 @@ def test_adamw8bit_step_of_zero_length_leaves_split_weights_unchanged(way):
 @pytest.mark.wrong
 @needs_compiler
 def test_deliberately_wrong_rounding_to_even_changes_split_weights_in_a_step_of_zero_length(monkeypatch, tmp_path):
-    """The deliberately wrong variant: the C++ code rounds ties to even."""
+    """The C++ code rounds ties to even instead of away from zero."""
     for name in ("adamw8bit.cpp", "half.hpp"):
         text = adamw8bit.SOURCE.with_name(name).read_text()
         (tmp_path / name).write_text(text.replace("(bits(x) + 0x8000u) >> 16", "BFloat16(x).upper"))
@@ -349,7 +354,7 @@ def test_deliberately_wrong_rounding_to_even_changes_split_weights_in_a_step_of_
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # 127**2 / m is finite for the first, infinite for the second
 def test_adamw8bit_step_with_tiny_gradients_stores_zero_first_moments_and_leaves_the_weights_unchanged(way, tiny):
-    """Otherwise codes would be computed from infinity, and the codes of zeros from NaN."""
+    """Otherwise, with 1e-36, codes would be computed from infinity, and the codes of zeros from NaN."""
     p = nn.Parameter(torch.ones(4096))
     optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)
     gradient[::2] = tiny

@@ -1,5 +1,5 @@
-"""No optimizer moves a weight further than its rule allows, even if rows with rare gradients share a block of the
-optimizer state with rows whose gradients are ten million times as large."""
+"""Tests that no optimizer moves a weight further than its update rule allows, even if rows with rare gradients share a
+block of optimizer state with rows whose gradients are ten million times as large."""
 
 import math
 
@@ -20,15 +20,18 @@ pytestmark = pytest.mark.kernels
 SLOW = {"adamw4bit": pytest.mark.matrix}  # torchao's operators, not compiled
 BITSANDBYTES = ("adam8bit", "paged_adamw8bit", "lion8bit")
 STEPS, LR = 100, 1e-3
-# When a row has a gradient. A row has 16 numbers, so each block of 128 or 256 numbers has rows of every kind.
+# Kinds of rows, by the steps in which a row has a gradient. A row has 16 numbers, so each block of 128 or 256 numbers
+# of optimizer state has rows of every kind.
 KINDS = ("always", "once", "now and then", "late", "never", "at random", "less and less", "one sign, then the other")
 WIDTH, BLOCKS = 16, 32  # 4096 numbers: smaller parameters keep fp32 state
 SHAPE = (BLOCKS * len(KINDS), WIDTH)
-RATIOS = torch.logspace(-7, 0, BLOCKS)  # gradients of the rare rows, relative to the block's first row
+RATIOS = torch.logspace(
+    -7, 0, BLOCKS
+)  # (blocks,): gradients of a block's other rows, relative to those of its first row
 
 
 def schedule(step, draw):
-    """Returns the factor of each kind's gradient in this step, (kinds,)."""
+    """Returns the factors (kinds,) that scale the gradients of each kind of row in this step."""
     at_random = torch.randn((), generator=draw).item() * (torch.rand((), generator=draw).item() < 0.1)
     turned = 1 if step < STEPS // 2 else -1
     return torch.tensor(
@@ -37,8 +40,8 @@ def schedule(step, draw):
 
 
 def gradients():
-    """Yields the gradient of each step, SHAPE. A number keeps its sign, so that its steps add up, except in rows of the
-    kinds "at random" and "one sign, then the other"."""
+    """Yields the gradient of each step, with shape SHAPE. Each element keeps its sign, so that its updates add up,
+    except in rows of the kinds "at random" and "one sign, then the other"."""
     draw = torch.Generator().manual_seed(0)
     signs = torch.randn(SHAPE, generator=draw).sign()
     sizes = RATIOS[:, None].repeat(1, len(KINDS))
@@ -47,12 +50,12 @@ def gradients():
         yield (sizes * schedule(step, draw)).view(-1, 1) * signs
 
 
-# --- bounds: (gradients of all steps) -> the furthest that each weight may move, in units of LR -----------------------
+# --- bounds: (gradients of all steps) -> the largest movement of each weight, in units of LR --------------------------
 
 
 def adams_longest_step(beta1=0.9, beta2=0.95):
-    """Returns the largest |m| / sqrt(v) of Adam, both corrected for their bias, over all gradients of at most STEPS
-    steps.
+    """Returns the largest |m| / sqrt(v) of Adam, with bias-corrected m and v, over all sequences of at most STEPS
+    gradients.
 
     m = sum a_k g_k and v = sum b_k g_k^2 with a_k = (1 - beta1) beta1^k and b_k = (1 - beta2) beta2^k. By the
     Cauchy-Schwarz inequality |m| <= sqrt(sum a_k^2 / b_k) sqrt(v).
@@ -69,7 +72,7 @@ def adam(every):
 
 
 def adam_in_codes(every):
-    """Rounding a moment to a code is off by at most half of the distance between codes, so a step at most doubles."""
+    """Rounding changes a moment by at most half of the distance between two codes, which at most doubles a step."""
     return 2 * adam(every)
 
 
@@ -82,14 +85,14 @@ def descent(every):
 
 
 def adafactor(every):
-    """The RMS of an update is at most `clip_threshold`, 1, and at worst one weight takes the whole update. Without a
-    first moment a weight does not move in a step without a gradient."""
+    """The RMS of an update is at most `clip_threshold` (1). In the worst case only one weight moves. Adafactor has no
+    first moment, so a weight whose gradient is zero does not move."""
     return math.sqrt(math.prod(SHAPE)) * sum((g != 0).float() for g in every)
 
 
 def muon(every):
-    """A matrix steps by sqrt(its larger side) times an orthogonal matrix, whose elements are at most 1; five iterations
-    leave its singular values below 1.25."""
+    """The update of a matrix is sqrt(its larger side) times a nearly orthogonal matrix. After five iterations its
+    singular values are below 1.25, and so are its elements."""
     return torch.full(SHAPE, STEPS * 1.25 * math.sqrt(max(SHAPE)))
 
 
@@ -105,8 +108,8 @@ BOUNDS = {
     "paged_adamw8bit": adam_in_codes,
     "sgd": descent,
 }
-# An optimizer whose state has fewer than 32 bits per element needs a row in BOUNDS. Elements of fp32 state share
-# nothing, so a row for fp32 state is optional.
+# Every optimizer whose state has fewer than 32 bits per element must be in BOUNDS. Elements of fp32 state do not share
+# scales, so optimizers with fp32 state are optional.
 OPTIMIZERS = [name for name, technique in techniques("optim").items() if name in BOUNDS or technique.state_bits < 32]
 EACH = [pytest.param(optim, marks=SLOW.get(optim, ())) for optim in OPTIMIZERS]
 
@@ -123,7 +126,7 @@ def in_fp32(model, make):
 
 
 def in_bf16_sr(model, make):
-    """The precision widens one weight at a time for the step, and rounds the updated weight stochastically."""
+    """The precision widens one weight at a time to fp32, steps it, and rounds the result stochastically to bf16."""
     p = model.weight
     narrow = BFloat16Stochastic().optimizer(make(model), model, norm_of_all)
     p.data = p.data.bfloat16()
@@ -149,8 +152,9 @@ def in_bf16_master(model, make):
 
 
 PRECISIONS = {"32": in_fp32, "bf16-sr": in_bf16_sr, "bf16-master": in_bf16_master}
-# fp32 sums of STEPS terms; a bf16 gradient is off by 2^-9; stochastic rounding moves a weight by up to 2^-7 of its
-# value up or down, and STEPS of these add up to about sqrt(STEPS)
+# Factors by which rounding may exceed the bounds. 32: sums of STEPS fp32 terms. bf16-master: a bf16 gradient has a
+# relative error of up to 2^-9. bf16-sr: each of STEPS stochastic roundings moves a weight up or down by up to 2^-7 of
+# its value, together by about sqrt(STEPS) times as much.
 ROUNDING = {"32": 1 + 1e-5, "bf16-master": 1 + 2**-8, "bf16-sr": 1 + 2**-7 * math.sqrt(STEPS)}
 
 
@@ -164,8 +168,8 @@ def matrix():
 
 @pytest.fixture
 def moved(config, monkeypatch):
-    """Returns a function (optim, precision, module) -> (largest movement of a weight as a fraction of its bound,
-    weights that never had a gradient)."""
+    """Returns a function (optim, precision, module) -> (largest movement of a weight as a fraction of its bound, final
+    values of the weights that never had a gradient, initially zero)."""
     # torchao compiles its step, which takes seconds; without compilation it runs the same operators
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
@@ -185,7 +189,7 @@ def moved(config, monkeypatch):
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Returns a function () that makes optimizers step with torch operators."""
+    """Returns a function () that makes optimizers on a CPU step with torch operators instead of compiled code."""
 
     def remove():
         monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)
@@ -219,8 +223,8 @@ def test_no_weight_moves_further_than_the_optimizer_rule_allows_without_a_compil
 def test_adam8bit_with_second_moments_rounded_to_zero_exceeds_the_update_bound_by_a_factor_of_100(
     moved, without_compiler, monkeypatch, optim
 ):
-    """The deliberately wrong variant: bitsandbytes' own code map, which rounds a tiny second moment to zero. The CUDA
-    kernels of bitsandbytes make the same step as these operators."""
+    """The deliberately wrong variant: bitsandbytes' own code map, which rounds a tiny second moment to zero. The torch
+    operators that step here compute what bitsandbytes' CUDA kernels compute."""
     without_compiler()
     monkeypatch.setattr(build, "_hold_no_second_moment_of_zero", lambda optimizer: None)
     assert moved(optim)[0] > 100
@@ -228,8 +232,8 @@ def test_adam8bit_with_second_moments_rounded_to_zero_exceeds_the_update_bound_b
 
 @pytest.mark.wrong
 def test_adamw_with_float8_second_moments_exceeds_the_update_bound_by_a_factor_of_100(moved, monkeypatch):
-    """The deliberately wrong variant: torchao's AdamWFp8. In float8, numbers below 2e-6 of a block's
-    largest number become zero. The second moment holds squares, so it becomes zero first."""
+    """The deliberately wrong variant: torchao's AdamWFp8. float8 rounds numbers below about 2e-6 times the largest
+    number of a block to zero. Second moments are squares, so they become zero before first moments do."""
     import torchao.optim
 
     monkeypatch.setattr(torchao.optim, "AdamW4bit", torchao.optim.AdamWFp8)
@@ -239,6 +243,7 @@ def test_adamw_with_float8_second_moments_exceeds_the_update_bound_by_a_factor_o
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "lion8bit"])
 def test_cpu_operators_of_bitsandbytes_move_weights_that_have_no_gradient(moved, monkeypatch, optim):
-    """The deliberately wrong variant: these operators store a zero as the code of another number."""
+    """The deliberately wrong variant: bitsandbytes' own CPU operators, which store zero as the code of another
+    number."""
     monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)
     assert moved(optim)[1].any()

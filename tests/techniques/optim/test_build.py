@@ -1,4 +1,4 @@
-"""Optimizers as lowmem builds them: size of a step, decay, bytes of state, and how state is restored."""
+"""Tests the optimizers that lowmem builds: step sizes, weight decay, bytes of state, and restored state."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def rms(change):
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o != "sgd"])
 def test_first_step_of_every_optimizer_but_sgd_has_the_rms_of_adamw_within_20_percent(config, optim):
-    """`lr` is the RMS of the first step of each of these optimizers."""
+    """AdamW's first step moves each weight by about `lr`."""
     shape = (128, 256) if optim in COMPILED else (256, 1024)
     change, _ = stepped(config, optim, shape, "optim.weight_decay=0")
     adamw, _ = stepped(config, "adamw", shape, "optim.weight_decay=0")
@@ -49,7 +49,8 @@ def test_first_step_of_every_optimizer_but_sgd_has_the_rms_of_adamw_within_20_pe
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_typed_weight_decay_replaces_the_restored_decay_but_lr_is_restored(config, optim):
-    """torch and bitsandbytes restore all settings of parameter groups. `lr` must be restored: a schedule changes it."""
+    """torch and bitsandbytes restore all settings of parameter groups. `lr` must be restored, because a schedule
+    changes it during a run."""
     model = network()
     saved = optimizer(config(f"optim={optim}", "lr=1e-3", "optim.weight_decay=0.1"))(model)
     made = optimizer(config(f"optim={optim}", "lr=1e-2", "optim.weight_decay=0.37"))(model)
@@ -101,7 +102,7 @@ def test_muon_with_the_rms_rule_of_torch_takes_steps_smaller_than_lr(config, mon
 
 
 class FusedExperts(nn.Module):
-    """Experts as transformers stores them, a depthwise convolution, and biases of the experts."""
+    """Fused experts as transformers stores them, their biases, and a depthwise convolution."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +138,8 @@ def test_muon_updates_convolutions_and_expert_biases_with_adamw(config):
     assert [group["role"] for group in parameter_groups(model)] == ["matrix", "vector"]
 
 
-# bytes per parameter. Other optimizers have at most the share of AdamW's 8 bytes that their yaml declares.
+# Bytes of state per parameter. Optimizers that are not listed here, except adafactor, may have at most the share of
+# AdamW's 8 bytes that their yaml declares.
 STATE_BYTES = {
     "adamw": 8.0,
     "paged_adamw32bit": 8.0,
@@ -153,9 +155,9 @@ STATE_BYTES = {
 
 @pytest.mark.parametrize("optim", EACH)
 def test_optimizer_state_takes_the_bytes_per_parameter_of_the_moments_that_each_optimizer_stores(config, optim):
-    """The bytes of the state tensors are counted: for example 2 x 1 byte and two fp32 scales per 256 elements."""
+    """For example, adamw8bit stores two moments of 1 byte per element and two fp32 scales per 256 elements."""
     change, made = stepped(config, optim)
-    # by storage: bitsandbytes' tables of 256 values are shared by all parameters
+    # keyed by storage, because all parameters share bitsandbytes' tables of 256 values
     held = {p.untyped_storage()._cdata: p.nbytes for state in optimizer_state(made) for p in plain_tensors(state)}
     per_parameter = sum(held.values()) / change.numel()
     if optim == "adafactor":
@@ -170,7 +172,7 @@ def test_optimizer_state_takes_the_bytes_per_parameter_of_the_moments_that_each_
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o not in ("adam8bit",)])
 def test_weight_decay_is_decoupled_and_shrinks_a_matrix_by_lr_times_decay(config, optim):
-    """Without a gradient a matrix shrinks by lr x decay only: decay does not enter the moments."""
+    """With a gradient of zeros only the decay moves a matrix: the decay does not enter the moments."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
     before = model.weight.detach().clone()
@@ -207,7 +209,7 @@ OF_BITSANDBYTES = ("adam8bit", "paged_adamw8bit", "paged_adamw32bit", "lion8bit"
 
 @pytest.mark.parametrize("precision", ["32", "bf16-master", "bf16-true"])
 @pytest.mark.parametrize("optim", OF_BITSANDBYTES)
-def test_bitsandbytes_weight_decay_after_the_update_gives_the_bits_of_decay_before_the_update(
+def test_bitsandbytes_kernels_that_decay_after_the_update_give_the_bits_of_kernels_that_decay_before_the_update(
     config, monkeypatch, without_compiler, optim, precision
 ):
     """precision=32 updates all weights at once, bf16-master updates masters one by one, and bf16-true updates widened
@@ -262,7 +264,7 @@ def test_embedding_state_has_8_or_32_bits_as_embedding_bits_sets(config, optim, 
         assert not made.mng.pid2config and not made.mng.module_weight_config_triple
 
 
-# optimizers without state, or with a load method that keeps fp32
+# optimizers that have no state, or whose own load method keeps fp32 state
 UNCAST = {"sgd", "adam8bit", "lion8bit", "paged_adamw32bit", "paged_adamw8bit"}
 
 
@@ -271,7 +273,8 @@ UNCAST = {"sgd", "adam8bit", "lion8bit", "paged_adamw32bit", "paged_adamw8bit"}
 def test_fp32_state_of_16_bit_weights_is_restored_in_fp32_unless_torch_casts_restored_state(
     config, optim, guarded, monkeypatch
 ):
-    """The unguarded variant is deliberately wrong: torch casts state to the weights' dtype, bitsandbytes does not."""
+    """In the unguarded, deliberately wrong variant torch casts restored state to the dtype of the weights. bitsandbytes
+    does not cast state."""
     from lowmem.techniques.optim import build
     from lowmem.techniques.precision.weights_16bit import BFloat16Weights
 
@@ -293,7 +296,7 @@ def test_fp32_state_of_16_bit_weights_is_restored_in_fp32_unless_torch_casts_res
 
 @pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o not in {"sgd", *COMPILED}])
 def test_every_optimizer_reports_each_parameter_whose_state_is_restored(config, optim):
-    """A drive stores the restored state of a weight when it is reported."""
+    """Restored state that belongs on a drive is written to the drive when its parameter is reported."""
     model, told = network(), []
     made = optimizer(config(f"optim={optim}"))(model, restored=lambda inner, p: told.append((p, len(inner.state[p]))))
     for p in model.parameters():
@@ -322,7 +325,7 @@ def test_restored_state_of_a_tensor_subclass_copies_its_inner_tensors(group_of_o
 
 @pytest.fixture
 def managed(monkeypatch):
-    """Replaces CUDA's managed memory by marked host memory. Returns the list of requested buffers."""
+    """Replaces CUDA's managed memory by host tensors that are marked as paged. Returns the list of these tensors."""
     from bitsandbytes import functional
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
@@ -355,7 +358,7 @@ PAGED = [optim for optim in OPTIMIZERS if optim.startswith("paged")]
 def test_paged_state_is_restored_as_paged_memory_unless_bitsandbytes_restores_the_state(
     config, managed, monkeypatch, tmp_path, optim, guarded
 ):
-    """The unguarded variant is deliberately wrong: bitsandbytes moves the saved state to ordinary device memory."""
+    """In the unguarded, deliberately wrong variant bitsandbytes restores the state to ordinary device memory."""
     from lowmem.techniques.optim import build
 
     if not guarded:
@@ -382,8 +385,8 @@ def test_paged_state_is_restored_as_paged_memory_unless_bitsandbytes_restores_th
 def test_paged_state_of_a_card_steps_on_a_cpu_without_cuda_prefetch_unless_bitsandbytes_restores_the_state(
     config, managed, monkeypatch, tmp_path, guarded
 ):
-    """A checkpoint records that its state was paged. In the unguarded, deliberately wrong variant the first step asks
-    CUDA to prefetch the state."""
+    """The checkpoint records that its state was paged. In the unguarded, deliberately wrong variant the first step
+    therefore asks CUDA to prefetch the state."""
     from bitsandbytes import functional
 
     from lowmem.techniques.optim import build

@@ -1,12 +1,12 @@
-"""Paged optimizer state that does not fit on the card: its pages leave the card and return in every step.
+"""Tests paged optimizer state that does not fit on the card: its pages leave the card and return in every step.
 
-Before the optimizer has any state, a filler takes all free memory of the card except half of the state's size. The
-optimizer without pages then runs out of memory. If the paged optimizer still steps, and its weights are equal bit for
-bit, no step can have had all of its state on the card. The test then saves and restores the state, and the restored
-state must be paged again.
+Before the optimizer has any state, the test fills the card, leaving free memory for half of the state. The unpaged
+optimizer then runs out of memory. The paged optimizer must step, and its weights must equal the weights that the
+unpaged optimizer computes with enough memory, bit for bit. The test then restores the paged state in a new optimizer,
+where it must be paged again.
 
-On some machines a card hangs if its free memory is smaller than the paged state, and everything after that hangs too.
-So the test on a card runs only with CROWD_THE_CARD=1.
+On some machines a card hangs if its free memory is smaller than the paged state, and every later use of the card hangs
+too. So the test on a card runs only with CROWD_THE_CARD=1.
 """
 
 import gc
@@ -22,14 +22,14 @@ from lowmem.techniques.optim import build
 from lowmem.training.build import optimizer
 from same import same
 
-STEPS = 4  # steps with the filler, and the same number without it
+STEPS = 4  # steps on the filled card, followed by the same number of steps with enough memory
 MATRICES = 16
 UNPAGED = "optim._target_=bitsandbytes.optim.AdamW32bit"
 STATE = {"cpu": 1 << 20, "cuda": 1 << 30}  # bytes, at 8 per parameter
 
 
 def model_on(device):
-    """Returns a model whose gradients exist already."""
+    """Returns a model whose gradients are already allocated."""
     side = round((STATE[device] / 8 / MATRICES) ** 0.5)
     model = nn.Sequential(*(nn.Linear(side, side, bias=False) for _ in range(MATRICES))).to(device)
     for p in model.parameters():
@@ -46,7 +46,7 @@ def begun(model):
 
 
 def step(model, optimizer, numbers):
-    """Steps with the gradients of these step numbers."""
+    """Makes a step for each number, which seeds the random gradients of its step."""
     for number in numbers:
         torch.manual_seed(1 + number)
         for p in model.parameters():
@@ -56,7 +56,7 @@ def step(model, optimizer, numbers):
 
 @contextmanager
 def crowded(device):
-    """Takes a card's free memory except half of the state's size."""
+    """Fills the card except for half of the size of the optimizer state. Does nothing on a CPU."""
     if device == "cpu":
         yield
         return
@@ -89,8 +89,8 @@ def weights(model):
 def test_paged_optimizer_on_a_full_card_has_the_weights_of_unpaged_state_unless_restored_without_state(
     config, monkeypatch, device, lost
 ):
-    """In the lost, deliberately wrong variant the second half of the steps begins without state. On a CPU nothing is
-    paged."""
+    """In the lost, deliberately wrong variant the second half of the steps begins without state. On a CPU the state is
+    not paged."""
     if device == "cuda" and not os.environ.get("CROWD_THE_CARD"):
         pytest.skip("a card with less room than its pages need may hang: CROWD_THE_CARD=1 asks for it")
     if lost:

@@ -1,4 +1,4 @@
-"""Only rank 0 reads or initializes weights. Each rank's shards equal the shards of the complete model."""
+"""Tests that only rank 0 reads or initializes weights, and that each rank gets its shards of the complete model."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -40,18 +40,19 @@ CASES = {
     "adapter with magnitudes": (*LLAMA, "adapter=dora"),
     "checkpointing, documents": (*LLAMA, "gradient_checkpointing=every_layer", "data.packing=documents"),
 }
-SHORT = ("gpt2, bf16", "llama", "adapter with magnitudes")  # each other case differs from one of these in one respect
+SHORT = ("gpt2, bf16", "llama", "adapter with magnitudes")  # the other cases have the mark `matrix`
 
 
 @dataclass
 class Tape:
-    """Records what rank 0 sends, in order. Rank 0 runs first, and the other ranks receive the records afterwards."""
+    """The objects and tensors that rank 0 sends, in order. Rank 0 runs first; the other ranks then receive them."""
 
     said: list = field(default_factory=list)
-    largest: int = 0  # bytes of a tensor
+    largest: int = 0  # bytes of the largest tensor sent
 
     def of(self, rank, monkeypatch):
-        """Returns a function (object) -> the object that rank 0 sent; also replaces `dist.broadcast` of tensors."""
+        """Returns a function (object) -> the object that rank 0 sent, to replace this rank's `broadcast`. Replaces
+        `dist.broadcast`, too, which sends tensors."""
         heard = iter(self.said)
 
         def first(said):
@@ -71,7 +72,7 @@ class Tape:
 
 @contextmanager
 def one_of(rank, strategy=FullyShard, **options):
-    """Yields the strategy of one rank; no other rank exists, and nothing is sent."""
+    """Yields the strategy of one rank. No other rank exists, so the caller must replace all communication."""
     with as_rank(rank, RANKS, f"seen by {rank}") as mesh:
         ranks = strategy(devices=RANKS, **options)
         if strategy is FullyShard:
@@ -83,13 +84,14 @@ def one_of(rank, strategy=FullyShard, **options):
 
 
 def parts_of(ranks, network):
-    """Returns name -> this rank's part of each parameter (under all of its names) and each buffer."""
+    """Returns a dict: name -> this rank's part of a parameter or buffer. A tied parameter has an entry per name."""
     tensors = [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
     return {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors}
 
 
 def expected(ranks, whole):
-    """Returns this rank's shards of the full tensors. Shards have equal lengths, but the last may be shorter."""
+    """Returns a dict: name -> this rank's shard of a parameter, or a complete buffer. All shards of a parameter have
+    equal lengths, except that the last may be shorter or empty."""
     named = dict(whole.named_parameters(remove_duplicate=False))
     parts = {name: [*p.chunk(RANKS), p[:0]][ranks.rank] for name, p in named.items()}
     return parts | dict(whole.named_buffers(remove_duplicate=False))
@@ -111,7 +113,7 @@ def test_each_rank_has_the_shards_of_a_model_built_by_one_process(config, monkey
             ranks.broadcast = tape.of(rank, monkeypatch)
             made = build.module(cfg, data, None, ranks)
             same(parts_of(ranks, made.model), expected(ranks, whole.model))
-            assert torch.equal(torch.get_rng_state(), drawn)  # the next draws are dropout's
+            assert torch.equal(torch.get_rng_state(), drawn)  # dropout draws next
             assert made.identity == whole.identity and made.strict_loading == whole.strict_loading
             tied = made.model.get_input_embeddings().weight is made.model.get_output_embeddings().weight
             assert tied == (whole.model.get_input_embeddings().weight is whole.model.get_output_embeddings().weight)
@@ -119,7 +121,8 @@ def test_each_rank_has_the_shards_of_a_model_built_by_one_process(config, monkey
 
 
 def published(config, folder, *shape):
-    """Saves 16-bit weights with a tokenizer and an end token that the architecture lacks. Returns overrides."""
+    """Saves a model with 16-bit weights, a tokenizer, and an end token that only its generation config names. Returns
+    the overrides that load this model and add the tokens NEW."""
     cfg = config(*LLAMA, *shape)
     data = build.data(cfg)
     network = build.module(cfg, data).model.to(torch.bfloat16)
@@ -157,7 +160,7 @@ PUBLISHED = {
 def test_shards_of_16_bit_weights_widened_while_sent_equal_the_shards_of_one_process(
     config, monkeypatch, tmp_path, case, strategy
 ):
-    """The shards and the digest of a frozen base equal the results of a process that reads the weights in fp32."""
+    """The single process reads the weights in the run's dtype. Its digest of a frozen base is compared as well."""
     typed = [line for line in published(config, tmp_path / "published") if "added_tokens" not in line]
     cfg = config(*typed, *PUBLISHED[case], "plan=off")
     data, tape, load = build.data(cfg), Tape(), loading.load
@@ -182,7 +185,7 @@ def test_shards_of_16_bit_weights_widened_while_sent_equal_the_shards_of_one_pro
 
 
 def test_computed_buffers_are_not_rounded_when_weights_are_read_in_16_bits(config, monkeypatch, tmp_path):
-    """Gemma multiplies embeddings by a buffer, the square root of their width, which 16 bits would round."""
+    """Gemma multiplies embeddings by a buffer that holds the square root of their width. 16 bits would round it."""
     network("gemma3_text", hidden_size=80).to(torch.bfloat16).save_pretrained(tmp_path)
     build.data(config(*LLAMA)).tokens.tokenizer.save_pretrained(tmp_path)
     cfg = config("model=hf", f"model.name={tmp_path}", "device=cpu", "seq_len=16", "plan=off")
@@ -227,7 +230,6 @@ def test_rank_0_needs_memory_for_its_shards_and_two_tensors_unless_the_model_is_
 def test_shards_that_rank_0_sends_to_tensor_parallel_ranks_equal_the_shards_of_the_full_model(
     config, monkeypatch, case
 ):
-    """The shards equal the shards of a rank that initializes the full model itself."""
     even = "model.architecture.vocab_size=302"  # even, so embedding and head are divided too
     cfg = config(*CASES[case], *([even] if case == "llama" else []))
     data, tape = build.data(cfg), Tape()
@@ -274,14 +276,14 @@ def same(found, asked):
 
 @pytest.fixture
 def alone(group_of_one):
-    """The only rank of a group."""
+    """Returns the FSDP strategy of the only rank of a group."""
     ranks = FullyShard(devices=1)
     ranks.turns = Turns(dist.HashStore(), first=True, timeout=60)
     return ranks
 
 
 def test_fsdp_weights_gathered_for_an_evaluation_are_resharded_after_the_forward_pass(config, alone):
-    """Weights outside the blocks stay gathered after forward only in training, for backward."""
+    """In training, weights outside the blocks stay gathered from forward to backward."""
     cfg = config(*GPT2)
     made = build.module(cfg, build.data(cfg), None, alone).model
     ids, whole = torch.tensor([[1, 2, 3]]), {name for name, _ in made.named_parameters() if ".h." not in name}
@@ -299,7 +301,8 @@ def test_fsdp_weights_gathered_for_an_evaluation_are_resharded_after_the_forward
 
 
 def test_samples_of_sharded_ranks_are_generated_with_synced_gpus(config, alone, monkeypatch, tmp_path):
-    """A rank whose text has ended must take part in the passes of the other ranks. Otherwise the other ranks hang."""
+    """A rank whose text has ended must take part in the forward passes of the other ranks, which would hang
+    otherwise."""
     cfg = config(*GPT2)
     data = build.data(cfg)
     made, how = build.module(cfg, data, None, alone).eval(), []

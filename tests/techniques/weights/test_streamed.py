@@ -1,6 +1,7 @@
-"""Streamed weights have the bits of resident weights with every checkpointing policy, and no stale weight is read.
+"""Tests that training with streamed weights is bit-identical to training with resident weights, with every
+checkpointing policy, and that no stale weight is read.
 
-`MATRIX` is pairwise: each pair of values of model, policy, loss, slots and precision occurs in some row.
+`MATRIX` is pairwise: each pair of values of model, policy, loss, slots and precision occurs in at least one row.
 """
 
 import time
@@ -40,8 +41,8 @@ def streamed(slots=2, *more):
 
 @pytest.fixture(autouse=True)
 def overwritten_when_it_is_given_back(monkeypatch):
-    """Overwrites a slot with NaN as soon as it is released, as if another block had been copied into it. So a backward
-    pass that still reads the slot computes NaN."""
+    """Overwrites each released slot with NaN at once, as if another block had been copied into the slot. A backward
+    pass that still reads the slot then computes NaN."""
     free = Streamed._free
 
     def overwrites(self, slot):
@@ -55,7 +56,7 @@ def overwritten_when_it_is_given_back(monkeypatch):
 
 @pytest.fixture(scope="module")
 def resident():
-    """Returns a function that trains with resident weights and caches its results."""
+    """Returns a function that trains with resident weights and returns a `Trained`, cached per arguments."""
     known = {}
 
     def run(config, model, arguments, **named):
@@ -138,7 +139,7 @@ def test_long_run_resumed_between_streamed_and_resident_weights_has_the_bits_of_
 
 
 def held(run):
-    """Returns the last checkpoint of a run, with its halves joined."""
+    """Returns the compared entries of a run's last checkpoint. Weights that are stored in two halves are joined."""
     found = last(run)
     for name, rest in found.pop("rests", {}).items():
         found["state_dict"][name] = joined(found["state_dict"][name], rest)
@@ -198,7 +199,7 @@ WAITS = [
     ("every_layer", 2),
     ("selective", 2),
     ("offload", 3),
-]  # a segment of several blocks would wait for its first block
+]  # policies that recompute single blocks; a segment of several blocks would also wait for its first block
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_device_waits_once_per_step_if_copies_are_faster_than_compute(config, po
 
 @pytest.fixture
 def begun():
-    """Yields a function (lane, frozen blocks) -> (a Llama of four blocks, its streamed weights, started)."""
+    """Yields a function (lane, number of leading frozen blocks) -> (a Llama of four blocks, its started `Streamed`)."""
     started = []
 
     def begin(lane=None, frozen=0):
@@ -370,8 +371,9 @@ def test_streaming_with_a_deliberate_fault_is_not_finite_or_differs_from_residen
 
 @pytest.mark.parametrize("waits", [True, False], ids=["registered", "not registered"])
 def test_host_updates_a_weight_after_its_pending_copy_unless_registering_the_copy_is_left_out(waits):
-    """In training a gradient exists only after its weight was copied, so only a prefetched, unused copy can overlap
-    with an update. The deliberately wrong variant does not register the copy."""
+    """In training, a weight has a gradient only after it was copied to the device, so only a copy that was prefetched
+    and not used can overlap with an update. In the deliberately wrong variant the copy is not registered, and the
+    weight is updated before it is copied."""
     lane, p = SlowLane(), nn.Parameter(torch.ones(1000))
     copied, link, host_block = (
         torch.empty(4000, dtype=torch.uint8),
@@ -407,7 +409,7 @@ def test_streamed_parameters_hold_nan_after_the_move_to_the_host_and_are_restore
 
 
 def test_streaming_a_model_with_a_shared_mlp_and_repeated_blocks_has_the_gradients_of_resident_weights():
-    """Blocks two and four share their MLP, which stays resident, and the model runs all blocks twice."""
+    """The second and the fourth block share an MLP, which stays resident. The model runs all blocks twice."""
     batch = MicroBatch(*torch.randint(0, VOCABULARY, (2, 3, 20)))
 
     def gradients(streams):

@@ -46,7 +46,8 @@ def test_warm_up_as_a_share_of_total_steps_equals_warm_up_in_steps_and_has_prior
 
 @pytest.mark.parametrize("lr", [2.0, torch.tensor(2.0)], ids=["a number", "a tensor"])
 def test_resumed_schedule_uses_the_new_lr_and_length_from_the_first_step(lr):
-    """torch restores the old lr, which the schedule must replace at once. An lr tensor, as in torchao, is kept."""
+    """torch restores the old lr, which the schedule must replace at once. If lr is a tensor, as in torchao, the
+    schedule writes the new value into this tensor."""
 
     def made(lr, total):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)

@@ -1,4 +1,4 @@
-"""LoRA of fused experts, compared with PEFT, which adapts the same stacks."""
+"""Compares LoRA of fused experts with PEFT, which adapts the same stacks."""
 
 import pickle
 

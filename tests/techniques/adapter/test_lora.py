@@ -1,4 +1,4 @@
-"""LoRA and DoRA: adapted layers, refusals, adapters that start from a folder, and checkpoints."""
+"""Tests LoRA and DoRA: adapted layers, refusals, adapters loaded from a folder, and checkpoints."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def logits(model):
 
 
 def folder(at, model, **changes):
-    """Writes an adapter folder as PEFT does, and returns its path."""
+    """Writes the model's adapter to a folder as PEFT does, with `changes` to its config, and returns the path."""
     from peft import get_peft_model_state_dict
 
     at.mkdir()
@@ -84,7 +84,7 @@ def test_new_adapter_is_in_fp32_and_leaves_the_logits_unchanged(kind, dtype, ada
 
 
 def test_dora_magnitudes_measured_in_16_bits_change_the_logits(monkeypatch):
-    """The deliberately wrong variant: magnitudes stay as PEFT measures them, in the dtype of the weights."""
+    """The deliberately wrong variant keeps the magnitudes that PEFT measures, in the dtype of the weights."""
     monkeypatch.setattr("lowmem.techniques.adapter.lora._measure", lambda part: None)
     model = network("llama", torch.bfloat16)
     before = logits(model)
@@ -196,7 +196,8 @@ def test_dense_layers_beside_fused_experts_are_adapted_and_peft_opens_the_export
 
 @pytest.mark.wrong
 def test_peft_given_names_of_dense_layers_adapts_the_fused_experts_instead():
-    """PEFT 0.21 reads the names of dense layers as old names of fused experts. If this fails, PEFT has changed."""
+    """PEFT 0.21 takes the names of dense layers for old names of fused experts. If this test fails, PEFT has
+    changed."""
     from peft import inject_adapter_in_model
 
     model = network("deepseek_v3", **DEEPSEEK)
@@ -349,7 +350,7 @@ def test_qlora_on_the_meta_device_adapts_the_layers_that_it_adapts_on_the_cpu():
 
 
 def written_adapter(path):
-    """Writes an adapter of the small GPT-2 whose update is not zero, and returns its folder."""
+    """Writes an adapter folder with nonzero updates for the small GPT-2, and returns its path."""
     theirs = network("gpt2", vocab_size=300, n_positions=256)
     LoRA(r=4)(theirs)
     return folder(path, moved(theirs))

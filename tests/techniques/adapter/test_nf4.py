@@ -1,4 +1,4 @@
-"""4-bit (NF4) layers, compared with the layers of bitsandbytes; and two bugs of bitsandbytes on a CPU."""
+"""Compares 4-bit (NF4) layers with the layers of bitsandbytes, and tests for two bugs of bitsandbytes on a CPU."""
 
 import pickle
 from copy import deepcopy
@@ -27,8 +27,8 @@ LOST = 0.11  # limit of NF4's relative error for normally distributed weights; m
 
 
 def bnb(layer, repacks=False):
-    """Returns bitsandbytes' layer of the same matrix. Args: repacks: whether the layer repacks its matrix in an
-    evaluation, as it does by default on a CPU with AVX512-BF16."""
+    """Returns bitsandbytes' layer of the same matrix. With `repacks`, the layer repacks its matrix in an evaluation, as
+    bitsandbytes does by default on a CPU with AVX512-BF16."""
     theirs = bitsandbytes.nn.Linear4bit(
         layer.in_features, layer.out_features, compute_dtype=layer.weight.dtype, quant_type="nf4", device="meta"
     )
@@ -96,7 +96,8 @@ def test_bitsandbytes_dequantizes_rows_that_end_inside_a_block_with_a_relative_e
 
 
 class Adapted(nn.Module):
-    """Adds a second, trained path, as LoRA does: a gradient arrives even if the gradient of `layer` is wrong."""
+    """Adds a second, trained path, as LoRA does, so that gradients arrive even if the gradient through `layer` is
+    wrong."""
 
     def __init__(self, layer):
         super().__init__()
@@ -107,7 +108,7 @@ class Adapted(nn.Module):
 
 
 def around_an_evaluation(layer):
-    """Returns the gradients before and after an evaluation: of the input, and of the first layer's trained weight."""
+    """Returns (gradient of the input, gradient of the first layer's trained weight), before and after an evaluation."""
     stack, x = nn.Sequential(Adapted(layer()), Adapted(layer())), torch.randn(4, 64)
 
     def gradients():
@@ -127,7 +128,7 @@ def test_gradients_through_nf4_layers_are_unchanged_after_an_evaluation():
 
 @pytest.mark.skipif(not has_avx512bf16(), reason="bitsandbytes repacks where a CPU has AVX512-BF16")
 def test_gradients_through_bitsandbytes_layers_change_after_an_evaluation():
-    """A bug of bitsandbytes, and the reason for NF4Linear. No gradient is None: only the values are wrong."""
+    """A bug of bitsandbytes, and the reason why lowmem has its own NF4Linear. The gradients exist, but are wrong."""
     before, after = around_an_evaluation(lambda: bnb(nn.Linear(64, 64, bias=False), repacks=True))
     assert not any(torch.allclose(one, other, rtol=0.05) for one, other in zip(before, after, strict=True))
 

@@ -1,4 +1,4 @@
-"""Quantizing weights during loading, compared with quantizing the loaded model."""
+"""Compares models whose weights are quantized during loading with models quantized after loading."""
 
 import os
 import subprocess
@@ -137,7 +137,7 @@ MIXTURE = LLAMA | {"num_experts": 16, "moe_intermediate_size": 256, "num_experts
 @linux
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("llama", "float32"), ("qwen3_moe", "bfloat16")])
 def test_host_memory_peak_of_quantizing_during_loading_is_at_most_4_bit_weights_plus_scratch(tmp_path, family, dtype):
-    """Quantizing after loading exceeds the limit if the files have another dtype or separate experts."""
+    """Quantizing after loading stays below the limit only if the files have the run's dtype and no separate experts."""
     config = AutoConfig.for_model(family, **(MIXTURE if family == "qwen3_moe" else LLAMA), num_attention_heads=4)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "large")
     saved(family, tmp_path / "small")

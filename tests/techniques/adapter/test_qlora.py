@@ -1,4 +1,4 @@
-"""Runs with QLoRA: their folders are evaluated and continued, and the planner predicts their memory."""
+"""Tests runs with QLoRA: evaluation and further training of their folders, and predictions of their memory."""
 
 import csv
 import json
@@ -82,7 +82,8 @@ def test_adapter_merged_into_a_16_bit_base_is_exported_in_fp32(of_base, adapter)
 def test_qlora_base_is_quantized_from_its_training_dtype_when_opened_in_fp32_or_bf16_master(
     of_base, trained, monkeypatch
 ):
-    """Weights that are first rounded to another dtype have other 4-bit codes."""
+    """Weights that are rounded to another dtype before they are quantized get different 4-bit codes. In the last,
+    deliberately wrong evaluation the base is quantized from the dtype of the evaluation."""
     _, run = of_base("adapter=qlora", f"precision={trained}", folder="run")
     opened = []
     monkeypatch.setattr(

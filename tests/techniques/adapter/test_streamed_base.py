@@ -1,4 +1,5 @@
-"""A streamed frozen base in 4 or 16 bits gives the bits of a resident base, and is never copied back to the host."""
+"""Tests that training with a streamed frozen base in 4 or 16 bits is bit-identical to training with a resident base,
+and that a base on a drive is written only once."""
 
 from contextlib import suppress
 
@@ -42,7 +43,7 @@ def test_streamed_qlora_base_gives_the_bits_of_a_resident_base(config, model, po
 
 @pytest.mark.parametrize("adapter", ["qlora", pytest.param("lora", marks=pytest.mark.matrix)])
 def test_streamed_adapter_base_with_late_copies_gives_the_bits_of_a_resident_base(config, monkeypatch, adapter):
-    """The deliberately wrong variant is a device that does not wait for the copies."""
+    """In the deliberately wrong variant the device does not wait for the copies."""
     asked = arguments("llama", adapter=adapter, clip="off")
 
     def late():
@@ -59,7 +60,7 @@ def test_streamed_adapter_base_with_late_copies_gives_the_bits_of_a_resident_bas
 def test_frozen_base_streamed_from_a_drive_is_written_once_and_gives_the_bits_of_a_resident_base(
     config, tmp_path, adapter
 ):
-    """The drive is read in every step. Exactly the frozen weights of a block are streamed."""
+    """Every step reads the drive. A block streams all of its frozen weights, and none of its trained weights."""
     drive = [f"weights.drive={tmp_path}", "weights.drive_holds=all"]
     moved_in = []
 
@@ -93,8 +94,8 @@ def test_block_with_a_few_frozen_weights_streams_all_its_weights(config):
 
 @pytest.mark.matrix
 def test_streamed_qlora_base_with_a_168_mib_matrix_gives_the_bits_of_a_resident_base(config):
-    """Above 165 MiB bitsandbytes' own layer computes wrong gradients if blocks share three slots: its backward reads
-    the packed matrix that forward saved."""
+    """With matrices above 165 MiB and three slots, bitsandbytes' own layer would compute wrong gradients: its backward
+    reads the packed matrix that forward saved, and another block may be in that slot by then."""
     large = (("intermediate_size", 1_376_256), ("num_hidden_layers", 4))  # x 64: 168 MiB in bf16
     asked = [*arguments("llama", clip="off")[:-3], "max_steps=1", "adapter=qlora", "adapter.target=[o_proj]"]
     one = trained(config, STAYS, "llama", asked, changed=large)

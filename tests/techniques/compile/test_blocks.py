@@ -1,4 +1,5 @@
-"""Compiled blocks equal eager blocks and have one graph, also with checkpointing and with streamed weights."""
+"""Tests that compiled blocks compute what eager blocks compute, with one graph for all blocks, with and without
+checkpointing and streamed weights."""
 
 import json
 from functools import partial
@@ -86,7 +87,7 @@ def test_compiled_blocks_have_equal_gradient_bits_with_and_without_checkpointing
 
 @pytest.mark.wrong
 def test_compiled_recomputation_without_the_random_state_changes_the_gradients(monkeypatch):
-    """The deliberately wrong variant: recomputation draws other dropout masks."""
+    """In the deliberately wrong variant recomputation draws new dropout masks."""
     kept = gradients(compiled(shaped("gpt2", dropout=0.3)))
     monkeypatch.setattr(policies, "restored", lambda *_: None)
     assert not torch.equal(gradients(compiled(shaped("gpt2", dropout=0.3), policies.every_layer)), kept)
@@ -160,7 +161,8 @@ def test_inductor_gradients_equal_eager_gradients_within_rounding(policy):
 
 
 def peak_bytes(model, folder) -> int:
-    """Returns the peak bytes of a forward and a backward pass, including the allocations of compiled code."""
+    """Returns the bytes that forward and backward allocate at their peak, including the allocations of compiled
+    code."""
     gradients(model, batch(4, 128))
     model.zero_grad()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -180,7 +182,7 @@ def deep():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_blocks_need_no_more_memory_than_eager_blocks(policy, backend, tmp_path):
-    """The planner relies on this. Measured: 11 to 21 % less."""
+    """The planner relies on this. Compiled blocks needed 11 to 21 % less in a measurement."""
     eager = deep()
     POLICIES[policy](eager)
     limit = 1.02 * peak_bytes(eager, tmp_path)
@@ -207,7 +209,7 @@ def test_activation_memory_budget_with_inductor_has_the_loss_of_eager_blocks(fit
 
 
 def test_smaller_activation_memory_budget_saves_fewer_bytes_for_backward():
-    """The bytes are counted where autograd saves tensors for backward."""
+    """The bytes are those that autograd's saved-tensor hooks receive, without the parameters."""
     saved = []
     for share in (1.0, 0.5, 0.0):
         model = network(n_layer=2, n_embd=64, n_positions=64)

@@ -1,4 +1,5 @@
-"""Offloaded block inputs on a card: pinned memory, copy streams and waits. tests/memory/test_limit.py tests a CPU."""
+"""Tests offloaded block inputs, above all on a card: pinned memory, copy streams and waits. More tests on a CPU are in
+tests/memory/test_limit.py."""
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def busy():
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 def test_fetched_block_input_on_a_card_is_complete_unless_the_wait_for_its_copy_is_left_out(busy, monkeypatch, wrong):
-    """The deliberately wrong variant: the device waits for no copy."""
+    """In the deliberately wrong variant the device does not wait for copies."""
     tensor = torch.randn(ELEMENTS, device="cuda", requires_grad=True)
     kept = tensor.detach().clone()
     torch.cuda.current_stream().synchronize()
@@ -65,7 +66,7 @@ def test_fetching_a_block_input_on_a_card_prefetches_only_the_previous_block_inp
     assert torch.equal(made[1].fetch(), tensors[1]) and torch.equal(made[0].fetch(), tensors[0])
 
 
-# With dropout, a recomputed block restores the random state. The run evaluates twice and saves twice.
+# Dropout is on, so recomputation must restore the random state. The run evaluates twice and saves twice.
 DEEP = ("model.architecture.n_layer=4", "model.architecture.resid_pdrop=0.1")
 RUN = (*DEEP, "max_steps=4", "val_every=2", "save_every=2")
 SIZES = {"cpu": (), "cuda": ("model.architecture.n_embd=512", "seq_len=512", "batch_size=8")}

@@ -1,4 +1,5 @@
-"""Activation checkpointing gives equal gradients from fewer bytes, for every policy, many models and dropout."""
+"""Tests that every checkpointing policy gives the gradients of no checkpointing, and how far it lowers the peak
+memory."""
 
 import math
 from functools import partial
@@ -21,7 +22,7 @@ from networks import network, shaped
 pytestmark = pytest.mark.kernels
 
 
-# Every policy of conf/ that saves memory.
+# Name -> function (model) that applies the policy, for every policy of conf/ that saves memory.
 SEGMENTED = {
     name: instantiate(run_of([f"gradient_checkpointing={name}"]).gradient_checkpointing)
     for name, technique in techniques("gradient_checkpointing").items()
@@ -59,7 +60,7 @@ def test_each_checkpointing_policy_gives_the_gradient_bits_of_no_checkpointing(m
 
 @pytest.mark.wrong
 def test_checkpoint_recomputation_without_the_random_state_changes_the_gradients(batch, monkeypatch):
-    """The deliberately wrong variant: recomputation draws other dropout masks."""
+    """In the deliberately wrong variant recomputation draws new dropout masks."""
     kept = gradients(shaped("gpt2", dropout=0.3), batch)
     again = checkpointing.BlockCall.again
 
@@ -83,7 +84,7 @@ def test_checkpoint_recomputation_without_the_random_state_changes_the_gradients
 def test_checkpointing_on_a_card_gives_the_gradient_bits_of_none_unless_restoring_random_state_is_left_out(
     model_type, batch, deterministic, monkeypatch, forgetful
 ):
-    """With dropout, whose masks the card draws. The forgetful variant draws other masks in recomputation."""
+    """The card draws the dropout masks. In the forgetful, deliberately wrong variant recomputation draws new masks."""
     if forgetful:
         monkeypatch.setattr(checkpointing, "restored", lambda *_: None)
 
@@ -132,7 +133,8 @@ BOUNDARY = 4 * 128 * 64 * 4  # batch x tokens x width x bytes of fp32
 
 
 def block_peak(apply, layers):
-    """Returns the peak in units of a block input. The vocabulary is small, so that blocks dominate."""
+    """Returns the peak memory of forward and backward, in units of a block input. The vocabulary is small, so that the
+    blocks determine the peak."""
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": None}  # GPT-2's ids are not in this vocabulary
     model = network(n_layer=layers, n_embd=64, n_positions=128, vocab_size=50, **ends)
@@ -214,7 +216,7 @@ def test_exception_inside_a_checkpointed_block_leaves_no_saved_tensor_hook_behin
 
 
 class Meddling(nn.Module):
-    """Changes the hidden states between two blocks."""
+    """Changes the hidden states after each block."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Selective checkpointing: gradients equal the gradients without checkpointing, whatever a model changes in place."""
+"""Tests that selective checkpointing gives the gradients of no checkpointing, even if a model changes tensors in
+place."""
 
 import weakref
 from functools import partial
@@ -160,7 +161,7 @@ def test_selective_checkpointing_of_gemma3n_gives_the_gradient_bits_of_no_checkp
 
 @torch.library.custom_op("lowmem_test::attention", mutates_args=())
 def attention(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
-    """Like CUDA's attention: with dropout, a single operator that draws random numbers."""
+    """Stands for attention on a card, where one operator also draws the random numbers of dropout."""
     return x * torch.rand(x.shape).gt(dropout_p) if dropout_p else x.clone()
 
 
@@ -243,7 +244,7 @@ def test_function_compiled_inside_a_selective_block_stays_compiled_and_has_the_g
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_recomputed_in_selective_contexts_has_the_bits_of_the_forward_pass():
-    """Flex attention is a higher-order operator, which most dispatch modes do not admit."""
+    """Flex attention is a higher-order operator, which most dispatch modes do not support."""
     x = torch.randn(1, 2, 16, 16)
     forward, again = selective.contexts()
     with forward:
@@ -293,7 +294,7 @@ class First(selective.OffloadedTensor):
 
 
 class Flat(selective.OffloadedTensor):
-    """The second wrong variant: the memory comes back in another order of dimensions."""
+    """The second wrong variant: a fetched result is viewed as contiguous, whatever the strides of the saved tensor."""
 
     def __init__(self, tensor, send):
         super().__init__(tensor, send)

@@ -1,4 +1,5 @@
-"""Modules in slices of the sequence: equal gradients from fewer bytes, and refusals of modules that mix tokens."""
+"""Tests modules that are computed in slices of the sequence: gradients, memory, and refusals of modules that mix
+tokens."""
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ def tiled(model, apply=checkpointing.none, tokens=TOKENS):
 
 
 def off(kept, found):
-    """Returns the largest error of a gradient, relative to its largest element, and checks that the next random number
-    is equal."""
+    """Returns the largest error of any gradient, relative to the largest element of that gradient. Asserts that the
+    next random numbers (the last elements of the arguments) are equal."""
     *kept, one = kept
     *found, other = found
     assert torch.equal(one, other)
@@ -51,7 +52,6 @@ def test_sliced_gradients_equal_unsliced_gradients_with_every_checkpointing_poli
 
 @pytest.mark.wrong
 def test_dropping_the_short_last_slice_in_backward_changes_the_gradients(batch, monkeypatch):  # noqa: F811
-    """The deliberately wrong variant: backward leaves out the last, shorter slice."""
     back = SlicedModule.back
 
     def short(self, x, d_out):
@@ -72,8 +72,8 @@ def test_single_slice_of_the_whole_sequence_has_the_gradient_bits_of_no_slicing(
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["right", "forgetful"])
 def test_dropout_in_slices_repeats_masks_in_recomputation_unless_random_state_is_lost(batch, monkeypatch, forgetful):  # noqa: F811
-    """The masks differ from masks without slices, but are equal with every policy. The forgetful variant does not
-    restore the random state."""
+    """Slices change the dropout masks, but every policy gives the masks of no checkpointing. The forgetful,
+    deliberately wrong variant does not restore the random state before recomputation."""
     kept = gradients(tiled(shaped("gpt2", dropout=0.3)), batch)
     assert not torch.equal(kept[0], gradients(shaped("gpt2", dropout=0.3), batch)[0])
     if forgetful:
@@ -84,7 +84,7 @@ def test_dropout_in_slices_repeats_masks_in_recomputation_unless_random_state_is
 
 
 class Squared(nn.Module):
-    """y = (x W)^2, whose gradient torch also computes in fp64."""
+    """Returns the square of the output of a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Squared(nn.Module):
 
 
 def error_of_bf16(tokens):
-    """Returns the error of the weight's gradient in 16 bits, compared with fp64."""
+    """Returns the relative error of the weight's bf16 gradient, compared with the fp64 gradient."""
     torch.manual_seed(0)
     x, d = torch.randn(1, 512, 64).bfloat16(), torch.randn(1, 512, 96).bfloat16()
     module = Squared().bfloat16()
@@ -121,7 +121,8 @@ def test_slices_in_16_bits_have_at_most_1_6_times_the_gradient_error_of_no_slici
 
 
 def test_sliced_module_called_twice_under_autocast_has_the_gradient_of_no_slicing(batch):  # noqa: F811
-    """If autocast cached a 16-bit copy without a gradient, the second call would not reach the weight."""
+    """If autocast cached a 16-bit copy of the weight that does not require gradients, the second call would add nothing
+    to the weight's gradient."""
 
     def both(module):
         x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0))
@@ -177,10 +178,10 @@ def highest(apply, tokens):
 
 @pytest.mark.parametrize("name", ["every_layer", "selective", "none"])
 def test_mlp_activations_of_only_one_slice_exist_at_a_time(name):
-    """In fp32. Backward of one block needs six tensors of the MLP's width. The other two blocks also keep two such
-    tensors each with `selective`, and four each with `none`."""
+    """Backward of one block needs six fp32 tensors of the MLP's width. Each of the other two blocks also keeps two such
+    tensors with `selective`, and four with `none`."""
     held = {"every_layer": 6, "selective": 6 + 2 * 2, "none": 6 + 2 * 4}[name] * WIDE * 4
-    sums = 2 * WIDE * H * 4  # sums for three matrices; without slices one gradient exists at a time
+    sums = 2 * WIDE * H * 4  # the fp32 sums of three matrices exist together; without slices, one gradient at a time
     fell = highest(EACH[name], T) - highest(EACH[name], SLICE)
     assert fell == pytest.approx(held * B * (T - SLICE) - sums, rel=0.15)
 
@@ -200,7 +201,7 @@ def test_sliced_mlp_is_computed_twice_per_token_with_and_without_checkpointing(b
 
 
 class Shift(nn.Module):
-    """Computes from the previous token."""
+    """Computes each token's output from the previous token."""
 
     def __init__(self):
         super().__init__()

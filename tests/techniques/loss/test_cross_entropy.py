@@ -1,4 +1,5 @@
-"""The chunked loss equals the full loss, also under autocast, and never holds all logits."""
+"""Tests that the full and the chunked loss equal an fp64 reference, within 16-bit tolerance under autocast, and that
+the chunked loss never holds all logits."""
 
 from dataclasses import replace
 
@@ -48,7 +49,8 @@ def chunked(model, batch):
     return losses.Chunked(ROWS)(model, batch)
 
 
-# Operations around the head's matrix product: none, a factor or a cap (named differently per family), or layers.
+# Model types with different operations around the head's matrix product: none, a factor or a cap (each family has its
+# own name for it), or layers.
 AROUND = {
     "gpt2": {},  # tied head
     "llama": {"tie_word_embeddings": False},
@@ -79,7 +81,8 @@ def test_full_and_chunked_loss_and_gradients_equal_the_fp64_reference(model_type
 @pytest.mark.wrong
 @pytest.mark.parametrize("model_type", [t for t in AROUND if t not in ("gpt2", "llama")])
 def test_chunked_loss_without_the_operations_around_the_head_differs_from_the_reference(model_type, batch, monkeypatch):
-    """The deliberately wrong variant: logits are only the product of the last hidden states and the head's matrix."""
+    """In the deliberately wrong variant the logits are the product of the last hidden states and the head's matrix, and
+    nothing else."""
     model = network(model_type, **AROUND[model_type])
     value, gradients = value_and_gradients(model, oracle, batch)
 
@@ -168,7 +171,8 @@ def test_chunked_loss_needs_no_more_memory_when_labels_are_ignored(batch, monkey
     assert peak(few) <= peak(every)
 
     def at_once(model, batch):
-        """The deliberately wrong variant: hidden states with a label are copied before the first chunk."""
+        """The deliberately wrong variant: all hidden states whose label is not ignored are copied before the first
+        chunk."""
         chosen, enter = batch.labels.flatten() != losses.IGNORED, losses.enter
         copied = lambda *of: (head := enter(*of))._replace(hidden=head.hidden.flatten(0, 1)[chosen][None])  # noqa: E731
         monkeypatch.setattr(losses, "enter", copied)
@@ -179,7 +183,8 @@ def test_chunked_loss_needs_no_more_memory_when_labels_are_ignored(batch, monkey
 
 
 def test_chunked_evaluation_holds_one_chunk_at_a_time(batch):
-    """With a frozen head, as with an adapter, the chunks of logits are the peak of both training and evaluation."""
+    """The head is frozen, as with an adapter, so the logits of a chunk determine the peak of training and of
+    evaluation."""
 
     def largest(evaluates, rows):
         model = network()
@@ -192,7 +197,9 @@ def test_chunked_evaluation_holds_one_chunk_at_a_time(batch):
 
     assert largest(True, 15) <= largest(False, 15)
     head, chunk = 2000 * WIDTH * 4, 15 * 2000 * 4
-    assert largest(True, 15) < head + 2.5 * chunk  # logits and their log-softmax; 4 if the previous chunk were kept
+    assert (
+        largest(True, 15) < head + 2.5 * chunk
+    )  # logits and log-softmax of one chunk; 4 if the previous chunk were kept
 
 
 def test_full_and_chunked_loss_and_gradients_are_zero_if_all_labels_are_ignored(batch):
@@ -203,7 +210,7 @@ def test_full_and_chunked_loss_and_gradients_are_zero_if_all_labels_are_ignored(
 
 
 def test_full_and_chunked_loss_call_the_model_with_all_inputs_of_the_micro_batch(batch):
-    """Includes the calls that only apply the operations around the head to a chunk."""
+    """This includes the calls that compute only the operations around the head, for one chunk."""
     model, seen = network("gemma2", **AROUND["gemma2"]), []
     batch = replace(batch, position_ids=torch.arange(20).remainder(7).expand(3, -1))
     model.forward = lambda _forward=model.forward, **inputs: seen.append(inputs) or _forward(**inputs)

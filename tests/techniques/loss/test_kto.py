@@ -89,8 +89,8 @@ def test_kto_loss_and_gradient_equal_the_fp64_reference_with_tied_and_capped_hea
     assert found.item() == pytest.approx(loss, rel=FP32) and apart(gradients(model, found), theirs) < 5 * FP32
 
 
-def test_kto_kl_estimate_is_zero_if_mismatched_answers_are_less_likely_than_by_the_reference():
-    """The loss then equals the reference with a KL estimate of 0."""
+def test_kto_kl_estimate_is_zero_if_the_reference_model_gives_mismatched_answers_higher_probabilities():
+    """The oracle's KL estimate is 0, too, and the losses are equal."""
     model, kto = network("llama"), KTO(beta=1.0)
     drawn = rows(model)
     drawn.reference[:, 1] += 20

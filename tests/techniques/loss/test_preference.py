@@ -1,4 +1,5 @@
-"""Preference losses, compared with an independent implementation in fp64: values, gradients, memory and learning."""
+"""Compares preference losses and their gradients with an independent fp64 implementation, and tests training and its
+memory."""
 
 import json
 import random
@@ -26,7 +27,8 @@ OPTIONS = [
     ("simpo", {}),
     ("simpo", {"gamma": 0.5, "label_smoothing": 0.1}),
 ]
-# fp32 products and sums of a small network, relative to the largest element; a wrong beta is off by at least 5e-3
+# Rounding of fp32 products and sums in a small network, relative to the largest element. A loss with a wrong beta
+# differs by at least 5e-3.
 FP32 = 1e-6
 PAIRS, LENGTH = 5, 16
 
@@ -146,7 +148,8 @@ COLOURS = ("red", "blue", "green", "yellow", "black", "white", "pink", "brown")
 
 
 def preferences(folder, exchanged=False, count=300, words=1):
-    """Writes pairs that prefer the alphabetically first word, or the second word if `exchanged`. Returns the file."""
+    """Writes pairs of two colours, of which the alphabetically first is chosen, or the second if `exchanged`. Each
+    answer repeats its colour `words` times. Returns the path of the file."""
     draw, lines = random.Random(0), []
     for _ in range(count):
         first, second = sorted(draw.sample(COLOURS, 2))
@@ -176,7 +179,7 @@ def test_training_with_a_preference_loss_reaches_over_90_percent_accuracy(fit, t
 
 @pytest.mark.wrong
 def test_dpo_training_with_exchanged_answers_lowers_the_accuracy_below_a_half(fit, tmp_path, monkeypatch):
-    """The deliberately wrong variant: the loss exchanges chosen and rejected answers, the accuracy does not."""
+    """The deliberately wrong variant: the loss exchanges chosen and rejected answers, but the metrics do not."""
     losses = preference.DPO.losses
     flipped = lambda self, answers: losses(self, preference.AnswerLogProbs(*(each.flip(1) for each in answers[:3])))  # noqa: E731
     monkeypatch.setattr(preference.DPO, "losses", flipped)
@@ -186,7 +189,8 @@ def test_dpo_training_with_exchanged_answers_lowers_the_accuracy_below_a_half(fi
 
 @pytest.mark.matrix
 def test_peak_of_dpo_is_within_3_percent_of_fine_tuning_and_1_percent_of_its_prediction(fit, config, tmp_path):
-    """Both runs train on 16 full rows per micro-batch. With all logits at once the peak is over 10 % higher."""
+    """All three runs train on micro-batches of 16 full rows. If DPO computes all logits at once, its peak is over 10 %
+    higher."""
     lines = "max_steps=8", "seq_len=64", "data.too_long=cut", "model.architecture.vocab_size=1024", "plan=check"
     file = preferences(tmp_path, count=100, words=60)
     pairs = trained(fit, file, "loss=dpo", "loss.columns=128", *lines)

@@ -1,4 +1,5 @@
-"""The tiled loss equals the full loss in fp32 and in 16 bits, and no part of a 16-bit head is ever in fp32."""
+"""Tests that the tiled loss equals the full loss, within 16-bit tolerance in 16 bits, and that it allocates no fp32
+tensor of the size of a 16-bit head."""
 
 from dataclasses import replace
 
@@ -63,7 +64,7 @@ def test_full_and_tiled_loss_in_16_bits_have_the_gradients_of_fp32_within_16_bit
 
 
 def of_rows(hidden, weight, labels):
-    """Returns the tiled loss of the hidden states that enter a head."""
+    """Returns the tiled loss, summed over rows, of hidden states (N, H), a head's weight (V, H) and labels (N,)."""
     linear = torch.nn.Linear(1, 1, bias=False)
     linear.weight = torch.nn.Parameter(weight, weight.requires_grad)
     how = counted(labels), head_tiles.tiles_of(linear), COLUMNS, None
@@ -117,7 +118,8 @@ def test_tiled_loss_with_huge_logits_equals_the_full_loss_unless_the_logit_maxim
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 def test_tiled_loss_keeps_tiny_fp16_gradients_unless_rounded_before_the_loss_scale(wrong, batch, monkeypatch):
-    """Unlikely tokens have a softmax below fp16's range, but the loss scale lifts their gradient into the range."""
+    """The softmax of unlikely tokens is below fp16's range, but the loss scale lifts their gradients into the range.
+    The deliberately wrong variant rounds gradients of the logits to fp16 before the loss scale multiplies them."""
     scale, hidden, weight = 1024.0, torch.ones(4, 8), -torch.arange(160.0)[:, None].expand(160, 8) / 64
     exact = torch.softmax(weight.sum(1), 0)  # 1e-9 at the end
     if wrong:
@@ -142,7 +144,7 @@ LARGE = {"tie_word_embeddings": False, "vocab_size": TALL}
 
 
 def allocated(model, loss, batch):
-    """Returns the sizes in bytes of all allocations."""
+    """Returns the sizes of all allocations in a forward and backward pass, in bytes."""
     with StorageTracker({}) as tracker:
         loss(model, batch).backward()
     return {size for _, _, size in tracker.events if size > 0}
@@ -223,7 +225,7 @@ def test_invalid_tile_size_of_the_tiled_loss_is_refused(columns):
 
 
 class OverTheVocabulary(GPT2LMHeadModel):
-    """Subtracts the mean over the vocabulary, so each logit depends on other tiles."""
+    """Subtracts five times the mean over the vocabulary, so each logit depends on the logits of other tiles."""
 
     def forward(self, **inputs):
         output = super().forward(**inputs)

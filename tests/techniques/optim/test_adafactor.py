@@ -1,4 +1,5 @@
-"""Adafactor of weights that are stored only in 16 bits: the step of transformers, in pieces, with little memory."""
+"""Tests Adafactor for weights that are stored only in 16 bits. It makes the step of transformers in pieces, with little
+temporary memory."""
 
 import copy
 
@@ -19,9 +20,9 @@ from new_process import in_a_new_process
 
 pytestmark = pytest.mark.kernels
 RULE = {"lr": 1e-2, "scale_parameter": False, "relative_step": False, "weight_decay": 0.1}
-# fp32 weights from 0.5 to 1 are 2**-24 apart, and from 1 to 2 they are 2**-23 apart. Sums of squares in another order
-# differ by 1e-7, so a step of 1e-2 differs by 1e-9. That changes a few roundings, of the decay or of the step, in each
-# of four steps.
+# fp32 weights from 0.5 to 1 are 2**-24 apart, and from 1 to 2 they are 2**-23 apart. Sums of squares in
+# different orders have a relative difference of 1e-7, so a step of 1e-2 differs by 1e-9. In each of four steps this
+# changes at most a few roundings, of the decay or of the update.
 REORDERED = 8 * 2**-24
 SMALL = 256  # elements of a piece
 CLIPPED = Reading(unscale=1 / 64, limit=1.5, clip=0.7)
@@ -71,7 +72,8 @@ def error(found, right):
     return (found - right).abs().max().item()
 
 
-# one piece; several, the last one shorter; rows longer than a piece; a vector; experts, whole and each in pieces
+# One piece; several pieces, of which the last is shorter; rows longer than a piece; a vector of several pieces, and of
+# one; stacks of matrices (experts) that are smaller and larger than a piece.
 SHAPES = [(8, 32), (50, 40), (3, 300), (1000,), (5,), (40, 2, 5), (3, 30, 20), (2, 3, 20, 30)]
 
 
@@ -136,7 +138,7 @@ def test_adafactor_alternating_steps_in_pieces_and_plain_steps_equals_transforme
     assert error(p.detach(), right) < REORDERED
 
 
-def test_plain_adafactor_step_has_the_bits_of_transformers():
+def test_adafactor_steps_of_a_whole_fp32_weight_have_the_bits_of_transformers():
     shape, given = (50, 40), gradients((50, 40), torch.float32)
     p = nn.Parameter(start(shape))
     optimizer = Adafactor([p], **RULE)

@@ -1,4 +1,4 @@
-"""The compiled CPU step of bitsandbytes' 8-bit optimizers: its bits, error, state and memory."""
+"""Tests lowmem's compiled CPU step for bitsandbytes' 8-bit optimizers: its bits, error, state and memory."""
 
 from copy import deepcopy
 
@@ -27,7 +27,7 @@ def as_bitsandbytes_does(monkeypatch):
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Returns a function that makes lowmem behave as if no compiler were installed."""
+    """Returns a function () that makes lowmem behave as if no compiler were installed."""
     return lambda: monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)
 
 
@@ -44,8 +44,8 @@ def make(config):
 
 
 def widely_spread(dtype, steps=6, rows=73, columns=333):
-    """Yields gradients whose magnitudes within a block differ by factors of about 1e12 (less in fp16), with rows of
-    zeros and an incomplete last block."""
+    """Yields the gradient of each step. Magnitudes within a block differ by factors of up to about 1e12 (less in fp16),
+    some rows are zero, and the last block is incomplete."""
     draw = torch.Generator().manual_seed(0)
     for _ in range(steps):
         noise = torch.randn(rows, columns, generator=draw)
@@ -56,8 +56,8 @@ def widely_spread(dtype, steps=6, rows=73, columns=333):
 
 
 def written_out(name, p, state, g, step, config):
-    """Returns the new fp32 weights (n,) after a step in plain operators, and updates `state`. The step is the step of
-    bitsandbytes, except for the choice of codes. Fused multiply-adds are written out, because torch's operators fuse
+    """Makes a step with plain operators: updates `state`, and returns the new fp32 weights (n,). Only the choice of
+    codes differs from the step of bitsandbytes. Fused multiply-adds are written out, because torch's operators fuse
     only on some processors."""
     (beta1, beta2), lr, keep = config["betas"], config["lr"], 1 - config["lr"] * config["weight_decay"]
     g, p = g.float().flatten(), p.float().flatten().mul(keep)
@@ -68,7 +68,7 @@ def written_out(name, p, state, g, step, config):
     else:
         m = _fma(g, 1 - beta1, m * beta1)
         v = _fma((1 - beta2) * g, g, _decoded(state, 2) * beta2)
-        root = v.double().sqrt().float()  # some of torch's own roots are one bit off
+        root = v.double().sqrt().float()  # torch's fp32 square roots may be off by one bit
         p.addcdiv_(m, (root / (1 - beta2**step) ** 0.5).add_(config["eps"]), value=-lr / (1 - beta1**step))
         _encode(v, state, 2)
     _encode(m, state, 1)
@@ -154,7 +154,7 @@ def test_cpu_operators_of_bitsandbytes_differ_from_the_8_bit_reference_in_plain_
 
 
 def off(make, kind, *overrides, steps=20):
-    """Returns the relative distance of the total update from the total update of AdamW."""
+    """Returns the relative distance of the total update from the total update of torch's fp32 AdamW."""
     start = torch.zeros(256, 256)
     exact = nn.Parameter(start.clone())
     adamw = torch.optim.AdamW([exact], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -170,14 +170,14 @@ def off(make, kind, *overrides, steps=20):
 def test_compiled_8_bit_cpu_step_error_is_no_larger_than_the_error_of_bitsandbytes(make, as_bitsandbytes_does, kind):
     ours = off(make, kind)
     as_bitsandbytes_does()
-    assert ours <= max(off(make, kind), 1e-6)  # 1e-6: for a constant gradient both are exact within fp32
+    assert ours <= max(off(make, kind), 1e-6)  # 1e-6: for a constant gradient, both errors are fp32 rounding
 
 
 @needs_compiler
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_bitsandbytes_continues_from_the_state_of_the_compiled_8_bit_cpu_step(make, as_bitsandbytes_does, optim):
-    """The state has the same names and dtypes, and the next step is nearly equal. A run that resumes on a
-    card relies on this."""
+    """The state has the names and dtypes of bitsandbytes, and the next step of bitsandbytes is close to the next
+    compiled step. A run that resumes on a card relies on this."""
 
     def stepped(p, ours, seed):
         p.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
@@ -228,7 +228,8 @@ def test_compiled_8_bit_cpu_step_has_equal_bits_with_one_and_two_threads(make):
 
 @needs_compiler
 def test_compiled_8_bit_cpu_step_needs_less_than_1_byte_of_temporary_memory_per_element(config, as_bitsandbytes_does):
-    """The planner adds this temporary memory to the state. bitsandbytes' operators need more than 1 byte."""
+    """The planner adds this temporary memory to the state. bitsandbytes' operators need more than 1 byte per
+    element."""
     freed = [torch.ones(1 << 18) for _ in range(200)]  # 200 MB that malloc keeps, as after many tests
     with_adam8bit = optimizer(config("optim=adam8bit"))
     del freed

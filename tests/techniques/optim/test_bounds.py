@@ -153,7 +153,7 @@ def in_bf16_master(model, make):
 
 PRECISIONS = {"32": in_fp32, "bf16-sr": in_bf16_sr, "bf16-master": in_bf16_master}
 # Factors by which rounding may exceed the bounds. 32: sums of STEPS fp32 terms. bf16-master: a bf16 gradient has a
-# relative error of up to 2^-9. bf16-sr: each of STEPS stochastic roundings moves a weight up or down by up to 2^-7 of
+# relative error of up to 2^-8. bf16-sr: each of STEPS stochastic roundings moves a weight up or down by up to 2^-7 of
 # its value, together by about sqrt(STEPS) times as much.
 ROUNDING = {"32": 1 + 1e-5, "bf16-master": 1 + 2**-8, "bf16-sr": 1 + 2**-7 * math.sqrt(STEPS)}
 

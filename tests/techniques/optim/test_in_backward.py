@@ -1,4 +1,5 @@
-"""Optimizer steps during backward: the bits of steps after backward, and never two gradients in memory."""
+"""Tests that optimizer steps during backward are bit-identical to steps after backward, and that two gradients never
+exist together."""
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_clip_value_in_backward_has_the_bits_of_clip_value_after_backward(config
 
 
 def gradient_bytes(config, monkeypatch, *overrides):
-    """Returns bytes: (most gradients that existed together, all gradients, the largest gradient)."""
+    """Returns bytes: (largest sum of gradients that existed together, sum of all gradients, largest gradient)."""
     most, right = 0, CausalLM.manual_backward
 
     def watched(self, loss):

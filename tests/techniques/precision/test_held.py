@@ -1,4 +1,5 @@
-"""Extension points of 16-bit weights: Kahan summation takes a class of a few lines, and no change to lowmem."""
+"""Tests the extension points of 16-bit weights with Kahan summation, a class of a few lines that needs no change to
+lowmem."""
 
 import csv
 
@@ -65,15 +66,15 @@ class Widened(Callback):
 
 @pytest.mark.parametrize(("precision", "lost"), [(Kahan, False), (BFloat16Weights, True), (Subtracting, True)])
 def test_only_kahan_summation_keeps_updates_below_the_spacing_of_bf16(config, precision, lost):
-    """Steps of at most 1e-5 on weights of 0.02, which are 1e-4 apart in bf16, compared with an oracle that does not
-    round its weights."""
+    """Steps are at most 1e-5, and the weights are about 0.02, where bf16 numbers are 1e-4 apart. The oracle keeps its
+    weights in fp32."""
     cfg = config(*parity.overrides("precision=bf16-true"), "lr=1e-5", *chosen(precision)[1:], base=())
     widened = Widened()
     parity.run(cfg, callbacks=[widened])
     start, theirs = parity.expected(cfg, "adamw", "none", held_in="float32")
     off = parity.errors(
         start, widened.weights, theirs
-    )  # relative error of the total update: of all matrices, of all vectors
+    )  # relative errors of the total update, of matrices and of vectors
     assert min(off) > 0.5 if lost else max(off) < 0.1
 
 

@@ -1,4 +1,4 @@
-"""How the host stores a weight between two steps: random numbers, memory and checkpoints."""
+"""Tests how the host updates weights and stores them between steps: random numbers, memory and checkpoints."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -63,7 +63,8 @@ def test_stochastic_rounding_draws_different_numbers_per_parameter_step_and_seed
 def test_checkpoint_of_streamed_weights_stores_trained_weights_only_unless_stored_as_views(
     fit, monkeypatch, precision, chosen, right
 ):
-    """The deliberately wrong variant saves weights as views of their block's memory, which also has frozen weights."""
+    """The deliberately wrong variant saves weights as views of their block's memory, which also holds frozen
+    weights."""
     if not right:
         monkeypatch.setattr(host_weight, "by_itself", lambda tensor: tensor)
     _, run = fit(f"precision={precision}", *chosen, *STREAMED, "max_steps=1", "model.architecture.n_embd=64")
@@ -75,9 +76,7 @@ def test_checkpoint_of_streamed_weights_stores_trained_weights_only_unless_store
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("precision", ["bf16-master", "bf16-sr"])
-def test_module_whose_weights_the_host_updates_can_be_fitted_twice_and_changes_all_weights_in_both_fits(
-    config, precision, weights
-):
+def test_each_of_two_fits_of_a_module_whose_weights_the_host_updates_changes_all_weights(config, precision, weights):
     optim = "adafactor" if precision == "bf16-sr" else "adamw8bit"
     cfg = configured(config, *lines("llama", f"weights={weights}", "max_steps=1", precision=precision, optim=optim))
     module = built(cfg, "llama")
@@ -134,8 +133,8 @@ def test_row_gradients_of_an_embedding_sum_like_dense_gradients(micro_batches, e
 
 
 def test_gradient_of_a_master_is_released_after_its_step_but_an_fp32_sum_is_kept():
-    """An embedding's gradient is (V, H). If it were kept, a third tensor of this size would exist while the next
-    gradient is added."""
+    """An embedding's gradient has V x H elements. If it were kept, a third tensor of this size would exist while the
+    next gradient is added."""
     master = HostWeight("w", nn.Parameter(torch.zeros(4)), torch.bfloat16)
     piece = torch.ones(4, dtype=torch.bfloat16)
     master.use(0, piece)
@@ -152,7 +151,7 @@ def test_gradient_of_a_master_is_released_after_its_step_but_an_fp32_sum_is_kept
 
 def test_gradient_freed_while_host_memory_is_counted_raises_no_error():
     class Dropping(HostWeight):
-        """A weight whose gradient is gone at the second read."""
+        """A weight whose gradient has been freed at the second read."""
 
         _reads = 0
 

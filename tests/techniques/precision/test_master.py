@@ -1,4 +1,5 @@
-"""16-bit weights on the device, fp32 masters on the host: the bits of a naive loop with two complete models."""
+"""Tests that training with 16-bit weights on the device and fp32 masters on the host is bit-identical to a naive loop
+with two complete models."""
 
 from functools import partial
 
@@ -58,7 +59,7 @@ def test_masters_have_the_bits_of_a_naive_training_loop_with_every_accumulation_
     ("precision", "clip", "optim", "checkpointing", "loss"),
     pairwise(PRECISIONS, ("norm", "off"), OPTIMIZERS, CHECKPOINTINGS, LOSSES),
 )
-def test_masters_have_the_bits_of_a_naive_training_loop_with_every_checkpointing_and_loss(
+def test_masters_have_the_bits_of_a_naive_training_loop_with_every_checkpointing_policy_and_every_loss_but_kto(
     config, precision, clip, optim, checkpointing, loss
 ):
     more = (f"gradient_checkpointing={checkpointing}", f"loss={loss}")
@@ -68,7 +69,7 @@ def test_masters_have_the_bits_of_a_naive_training_loop_with_every_checkpointing
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_masters_with_checkpointing_and_chunked_loss_have_the_bits_of_a_naive_training_loop(config, precision):
-    """A quick case of the matrix above."""
+    """One case that `make test` runs; it leaves out the matrix test above."""
     more = ("gradient_checkpointing=every_layer", "loss=chunked")
     cfg = configured(config, precision, "adamw8bit", "both", "fixed", "cosine", *more)
     assert equal(ours(cfg), naive(cfg))
@@ -89,7 +90,8 @@ def test_overflow_with_masters_skips_the_steps_that_a_naive_loss_scaler_skips(co
 
 
 def test_early_updates_of_masters_have_the_bits_of_late_updates(config):
-    """Also with several micro-batches per window, whose earlier gradients are already summed."""
+    """With accumulation=fixed, the last of several micro-batches adds to the summed gradients of the others before the
+    early update."""
     for accumulation in ("none", "fixed"):
         early, late = (
             ours(

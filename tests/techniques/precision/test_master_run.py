@@ -1,4 +1,4 @@
-"""Runs with masters: where tensors are, what checkpoints and exports contain, and non-finite numbers."""
+"""Tests runs with masters: the devices of tensors, the content of checkpoints and exports, and non-finite numbers."""
 
 import csv
 import weakref
@@ -46,7 +46,7 @@ def test_masters_leave_2_bytes_per_parameter_on_the_device_and_all_state_on_the_
         assert int(row["optimizer_bytes"]) == 0
     state = sum(t.nbytes for t in state_tensors(saved(run)))
     host_bytes = int(next(row for row in rows if row["step"] == "3")["host_tensor_bytes"])
-    # masters, the gradients of one micro-batch, and the state that the checkpoint has
+    # fp32 masters, the 16-bit gradients of one micro-batch, and the optimizer state that the checkpoint contains
     assert host_bytes == pytest.approx((4 + 2) * parameters + state, rel=0.01)
 
 
@@ -83,7 +83,7 @@ def test_memory_limit_that_fits_masters_on_the_host_is_too_small_for_bf16_true(f
 def test_restored_optimizer_state_is_not_moved_to_the_device_unless_lightning_restores_the_state(
     fit, monkeypatch, technique, ours
 ):
-    """The deliberately wrong variant is Lightning's own method, which moves all state."""
+    """The deliberately wrong variant is Lightning's own method, which moves all state to the device."""
     _, run = fit(technique, "max_steps=2")
     moved, started = [], []
     right = lightnings.move_data_to_device
@@ -131,7 +131,7 @@ def test_checkpoint_holds_masters_and_state_once_and_no_16_bit_weights(fit, opti
 
 
 def weights_at_start(monkeypatch):
-    """Returns name -> weight in full precision, which the next run fills before its first step."""
+    """Returns a dict that the next run fills before its first step: name -> weight in full precision."""
     restored, start = {}, CausalLM.on_train_start
 
     def look(self):
@@ -214,7 +214,8 @@ def test_val_loss_with_masters_is_within_1_percent_of_the_fp32_loss(fit, precisi
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Returns a function (name, windows) that makes the gradient of this parameter infinite in these windows."""
+    """Returns a function (end of a parameter's name, numbers of windows) that makes the parameter's gradient infinite
+    in these windows."""
 
     def arrange(name, which):
         fetch = HostOptimizer._fetch
@@ -247,7 +248,7 @@ def test_non_finite_gradient_with_masters_skips_the_step_and_is_counted(fit, bro
     broken("wpe.weight", (1, 2))
     summary, run = fit(*lines)
     assert summary["steps"] == 4 and summary["skipped_steps"] == 2
-    assert summary["tokens"] == 6 * 4 * 16  # seen, including tokens of skipped steps
+    assert summary["tokens"] == 6 * 4 * 16  # including the tokens of skipped steps
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     assert int([row for row in rows if row["skipped_steps"]][-1]["skipped_steps"]) == 2
 
@@ -292,7 +293,8 @@ def test_available_host_memory_is_between_1_mib_and_1_pib():
 
 
 def test_masters_of_a_yaml_without_early_step_default_to_early_updates(config, fit):
-    """A user's yaml may lack `early_step`. Early updates are then on, and on_nonfinite=skip is refused."""
+    """A user's yaml may lack `early_step`. With clip=null, early updates are then on, and on_nonfinite=skip is
+    refused."""
     run = config("precision=bf16-master", "clip=null", "on_nonfinite=skip")
     node = run.precision.plain()
     del node["early_step"]

@@ -1,4 +1,4 @@
-"""Precision plugins in the real trainer: dtypes, gradients that callbacks see, and skipped steps."""
+"""Tests precision plugins in Lightning's trainer: dtypes, gradients that callbacks see, and skipped steps."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.fixture
 def trained(config):
-    """Returns a function (overrides) -> (module, trainer) after a run of real windows under the real trainer."""
+    """Returns a function (overrides) that trains on random tokens with Lightning's trainer -> (module, trainer)."""
 
     def run(*overrides, callbacks=(), steps=4, batches=1, ckpt=None):
         cfg = config(*overrides)
@@ -51,7 +51,7 @@ def trained(config):
 
 
 class Norms(Callback):
-    """Records the gradient norm that callbacks see."""
+    """Records the gradient norm that callbacks see before each optimizer step."""
 
     def __init__(self):
         self.seen = []
@@ -99,7 +99,7 @@ def test_fused_adamw_clips_unscaled_gradients_under_fp16(trained, batches):
 
 @pytest.mark.wrong
 def test_clipping_before_unscaling_leaves_under_1_percent_of_the_gradient_norm(trained, monkeypatch):
-    """The deliberately wrong variant: gradients are clipped while they are still scaled, so almost nothing is left."""
+    """In the deliberately wrong variant gradients are clipped while they are still multiplied by the loss scale."""
     right = Norms()
     trained("precision=16", "clip=0.5", callbacks=[right])
 
@@ -115,7 +115,8 @@ def test_clipping_before_unscaling_leaves_under_1_percent_of_the_gradient_norm(t
 
 
 class Gradients(Callback):
-    """Records the gradient norm of the module, and the norm and the scale of the parameters' gradients."""
+    """Records the module's gradient norm, and the norm and the loss scale of the gradients that parameters hold (norm
+    None and scale 1 if they hold no gradients)."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         grads = [p.grad.float() for p in module.parameters() if p.grad is not None]
@@ -170,7 +171,7 @@ def test_clip_value_is_applied_before_the_norm_clip(trained, monkeypatch):
 
 
 class Overflow(Callback):
-    """Makes the gradients of some windows infinite, as a real overflow would."""
+    """Makes a parameter's gradient infinite in these windows, as an overflow would."""
 
     def __init__(self, windows):
         self.windows, self.factors = windows, []
@@ -193,7 +194,7 @@ def test_skipped_fp16_step_counts_neither_as_optimizer_step_nor_as_schedule_step
     assert len(stepped) == 13 and sum(stepped) == 10 and module.skipped_steps == 3
     assert trainer.global_step == 10 and overflow.factors[-1][2] == 10
     assert {state["step"].item() for state in trainer.optimizers[0].state.values()} == {10}
-    assert module.tokens == 13 * 4 * 16  # tokens are counted as seen
+    assert module.tokens == 13 * 4 * 16  # tokens of skipped steps are counted, too
     assert trainer.precision_plugin.loss_scale.value == 2.0**16 / 2**3
     for (did, step, epoch, lr), (_, earlier, _, lr_before) in zip(overflow.factors[1:], overflow.factors, strict=False):
         assert step == epoch == earlier + did

@@ -1,4 +1,4 @@
-"""16-bit weights: bytes, updates in fp32, and updates that are too small for 16 bits."""
+"""Tests 16-bit weights: bytes, updates in fp32, and updates that are smaller than the spacing of 16-bit numbers."""
 
 import logging
 
@@ -58,7 +58,7 @@ def test_gradients_of_16_bit_weights_have_16_bits_and_optimizer_state_32_bits(co
 
 @pytest.mark.parametrize("precision", ["32", *DTYPES])
 def test_weights_and_gradients_take_4_bytes_per_parameter_in_fp32_and_2_in_16_bits(config, precision, monkeypatch):
-    """Counted on the live objects, after backward."""
+    """The bytes of the live tensors are added up after backward."""
     held = []
     usable = CausalLM._usable
 
@@ -87,7 +87,7 @@ def step_narrow(precision, optimizer, scale=1.0, lr=1e-5):
 
 
 def test_fp16_step_with_a_zero_gradient_gives_no_nan():
-    """Plain fp16 AdamW divides 0 by an eps that is 0 in fp16."""
+    """Plain fp16 AdamW divides 0 by 0, because its eps is 0 in fp16."""
     for plain in (True, False):
         p, optimizer = one_weight(1.0, torch.float16)
         p.grad = torch.zeros_like(p)
@@ -99,7 +99,7 @@ def test_fp16_step_with_a_zero_gradient_gives_no_nan():
 
 
 def test_gradients_below_the_fp16_range_update_weights_with_a_loss_scale():
-    """A true gradient of 1e-8 is stored as 1e-8 x 65536; unscaled in fp16 it would be 0."""
+    """A gradient of 1e-8 is stored as 1e-8 * 65536. The deliberately wrong variant unscales it in fp16, to 0."""
     for unscaled_first in (False, True):
         p, optimizer = one_weight(0.01, torch.float16)
         p.grad = torch.full_like(p, 1e-8 * 2**16)
@@ -111,8 +111,8 @@ def test_gradients_below_the_fp16_range_update_weights_with_a_loss_scale():
 
 
 @pytest.mark.parametrize(("precision", "moves"), [(BFloat16Stochastic, True), (BFloat16Weights, False)])
-def test_updates_below_bf16_spacing_count_only_with_stochastic_rounding(precision, moves):
-    """20 steps of 1e-5 on weights of 0.01, which are 6e-5 apart: 2e-4 in all."""
+def test_updates_below_the_spacing_of_bf16_change_weights_only_with_stochastic_rounding(precision, moves):
+    """20 steps of 1e-5 add up to 2e-4. The weights are 0.01, where bf16 numbers are 6e-5 apart."""
     torch.manual_seed(0)
     p, optimizer = one_weight(0.01, torch.bfloat16)
     start = p.detach().float().mean().item()
@@ -190,7 +190,8 @@ def test_stochastic_rounding_in_pieces_has_the_bits_of_rounding_at_once(shape, t
 
 
 def test_stochastic_rounding_needs_15_bytes_of_temporary_memory_per_element_of_a_piece(monkeypatch):
-    """As tests/plan/test_by_hand.py counts: noise, its sum with the weights, and temporary tensors of isfinite."""
+    """The 15 bytes, which tests/plan/test_by_hand.py also expects, are the noise, the sum of noise and weights, and
+    temporary tensors of isfinite."""
     wide, narrow = torch.randn(256, 128), torch.empty(256, 128, dtype=torch.bfloat16)
     ledger = Ledger()
     ledger.own("weights", lambda: [wide, narrow])
@@ -228,7 +229,7 @@ def test_tf32_on_a_device_without_tf32_is_reported_and_runs_in_fp32(caplog):
 
 
 def test_tf32_is_enabled_during_a_run_and_disabled_after_it(monkeypatch):
-    """A run may be refused after its precision is created and before its first step."""
+    """Creating the precision must not enable TF32, because a run may still be refused before its first step."""
     monkeypatch.setattr(fp32_weights, "has_tf32", lambda device: True)
     before = torch.get_float32_matmul_precision()
     precision = fp32_weights.TensorFloat32("cuda")
@@ -253,4 +254,4 @@ def test_tf32_on_a_card_rounds_matmul_inputs_and_is_disabled_after_teardown():
     within = off()
     precision.teardown()
     assert off() == before < 1e-6
-    assert (1e-4 < within < 1e-3) == fp32_weights.has_tf32("cuda")  # 2**-11 is 0.0005
+    assert (1e-4 < within < 1e-3) == fp32_weights.has_tf32("cuda")  # TF32 rounds inputs by up to 2**-11 = 0.0005

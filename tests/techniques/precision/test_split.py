@@ -1,4 +1,4 @@
-"""fp32 numbers split into two halves: joining restores every bit."""
+"""Tests that splitting fp32 numbers into two 16-bit halves and joining the halves restores every bit."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ def floats(start, count):
 
 
 def special():
-    """Returns the 65,536 bf16 numbers, including NaNs, their fp32 neighbours, and ties with their neighbours."""
+    """Returns all 65,536 bf16 numbers, NaNs included, the ties between adjacent bf16 numbers, and the nearest fp32
+    neighbours of all these numbers."""
     uppers = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16
     near = torch.tensor([-2, -1, 0, 1, 2])
     lowers = torch.cat([near, (1 << 15) + near, -(1 << 15) + near])
@@ -24,7 +25,7 @@ def special():
 
 
 def half_up(wide):
-    """Returns the bits of the upper half, computed with integers."""
+    """Returns the bits of the bf16 numbers nearest to `wide`, ties away from zero, computed with integers."""
     return ((wide.numpy().view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16).view(np.int16)
 
 

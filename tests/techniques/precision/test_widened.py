@@ -1,4 +1,4 @@
-"""16-bit products on a CPU without 16-bit units: computed in fp32 and rounded once, in every pass."""
+"""Tests that a CPU without 16-bit units computes 16-bit matrix products in fp32 and rounds them once, in every pass."""
 
 import csv
 import platform
@@ -43,7 +43,7 @@ def attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-# name -> (computed in any dtype, shapes of its operands)
+# name -> (function of operands in any dtype, shapes of the operands)
 PRODUCTS = {
     "mm": (torch.mm, [(64, 256), (256, 64)]),
     "addmm": (lambda b, x, w: torch.addmm(b, x, w, beta=0.5, alpha=2.0), [(64,), (64, 256), (256, 64)]),
@@ -56,7 +56,7 @@ PRODUCTS = {
 
 
 def agreement(found, exact):
-    """Returns the share of elements that equal the exact result, rounded once."""
+    """Returns the share of elements that equal the exact result after a single rounding to their dtype."""
     return (found == exact.to(found.dtype)).float().mean().item()
 
 
@@ -76,7 +76,7 @@ def test_16_bit_product_widened_to_fp32_is_the_exact_product_rounded_once(withou
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "attention"])
 def test_native_16_bit_products_are_within_the_tolerance_of_products_widened_to_fp32(name, dtype):
-    """Except for attention: native kernels also round its probabilities, and only two thirds of its elements agree."""
+    """Attention is left out: native kernels also round its probabilities, so only two thirds of its elements agree."""
     product, shapes = PRODUCTS[name]
     operands = draws(dtype, *shapes)
     assert agreement(product(*operands), product(*(x.double() for x in operands))) > ROUNDED_ONCE
@@ -85,7 +85,7 @@ def test_native_16_bit_products_are_within_the_tolerance_of_products_widened_to_
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", ["addmm", "baddbmm"])
 def test_16_bit_product_rounded_twice_exceeds_the_tolerance_of_products_widened_to_fp32(name, dtype):
-    """The deliberately wrong variant: the product is rounded, and then its sum with the bias is rounded again."""
+    """The deliberately wrong variant rounds the product, and then rounds the sum of product and bias again."""
     product, shapes = PRODUCTS[name]
     bias, x, w = draws(dtype, *shapes)
     beta, alpha = (0.5, 2.0) if name == "addmm" else (1.0, 1.0)
@@ -94,7 +94,8 @@ def test_16_bit_product_rounded_twice_exceeds_the_tolerance_of_products_widened_
 
 
 def gradient(model, batch, dtype):
-    """Returns the gradients of all weights together, (n,), under autocast; dtype None: in fp32."""
+    """Returns the gradients of all weights as one vector (n,), computed under autocast to `dtype`, or in fp32 if
+    `dtype` is None."""
     torch.manual_seed(1)
     model.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False):
@@ -123,7 +124,8 @@ def test_gradient_of_products_widened_to_fp32_is_as_exact_as_the_native_16_bit_g
 
 
 class Above(TorchDispatchMode):
-    """Records each product with 16-bit operands: (operator, operand dtypes of the kernels that computed it)."""
+    """Records (operator, list of the operand dtypes of each kernel that computed it) for each product with 16-bit
+    operands."""
 
     def __init__(self, below):
         super().__init__()
@@ -145,7 +147,7 @@ class Above(TorchDispatchMode):
 
 @pytest.fixture
 def below(monkeypatch):
-    """Returns a list of the operand dtypes with which the replaced kernels call torch's own kernels."""
+    """Returns a list that grows by a set of operand dtypes whenever a replacement kernel calls torch's own kernel."""
     calls, native = [], widening._native
 
     def recorded(product):
@@ -192,7 +194,6 @@ def test_run_on_a_cpu_without_16_bit_units_multiplies_only_fp32_numbers_in_every
 
 @pytest.mark.wrong
 def test_widening_only_the_forward_pass_leaves_16_bit_products_in_backward(fit, without_units, below, monkeypatch):
-    """The deliberately wrong variant: widening is off during backward."""
     backward = CausalLM.manual_backward
 
     def wrong(self, loss):
@@ -286,8 +287,8 @@ def test_every_precision_creates_a_plugin_with_its_dtype_and_the_typed_device(pr
 
 
 def test_queries_for_16_bit_cpu_units_exist_in_torch_and_missing_queries_disable_widening(monkeypatch):
-    """The names of the queries are private. If torch drops them, nothing is widened, and fp16 on a CPU takes 40 times
-    as long."""
+    """The names of the queries are private. If torch drops them, nothing is widened, and a CPU without fp16 units takes
+    40 times as long for fp16 products."""
     if platform.machine() == "x86_64":
         assert all(isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{n}_supported")(), bool) for n in ("fp16", "bf16"))
     monkeypatch.setattr(widening, "NAMES", {torch.float16: "no_such_dtype"})

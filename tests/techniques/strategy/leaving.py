@@ -1,7 +1,7 @@
-"""Leaves process groups again and again, in one process and in pairs of ranks, and says how many rounds have ended.
+"""Leaves process groups again and again, in one process and in pairs of ranks, and prints how many rounds have ended.
 
-    python tests/techniques/strategy/leaving.py --rounds 2000   # groups that DDP has trained in, in one process
-    python tests/techniques/strategy/leaving.py --rounds 2000 --wrong  # left in torch's order: hangs
+    python tests/techniques/strategy/leaving.py --rounds 2000   # groups in which DDP has trained, in one process
+    python tests/techniques/strategy/leaving.py --rounds 2000 --wrong  # destroys the group before DDP: hangs
     python tests/techniques/strategy/leaving.py --runs 200  # runs of `strategy=ddp` on two newly forked ranks
 
 If a round or a run hangs for a minute, the command prints the stack of every thread and ends.
@@ -52,9 +52,9 @@ def one_round(wrong: bool) -> None:
     ranks.before_training(Trained())
     for _ in range(3):
         ranks.forward(torch.ones(2, 8)).backward()
-    ranks._watch_no_more()  # as the first window of a run does: the hooks would keep DDP alive, and DDP the group
+    ranks._watch_no_more()  # as after a run's first window: the hooks would keep DDP and its group alive
     if wrong:
-        dist.destroy_process_group()  # and DDP is freed after it, when this function returns
+        dist.destroy_process_group()  # DDP is freed only when this function returns
     else:
         leave(ranks)
 

@@ -1,4 +1,4 @@
-"""Trains some steps with the real module and Trainer, in one process or as one rank of a pipeline."""
+"""Trains some steps with lowmem's module and Lightning's Trainer, in one process or in the ranks of a pipeline."""
 
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -28,7 +28,8 @@ UNTIED = "model.architecture.tie_word_embeddings=false"
 
 
 class Seen(Callback):
-    """Records for each window: gradients by name before clipping, their norm, the loss, and whether it stepped."""
+    """Records for each window: unscaled gradients by name before clipping, their norm, the loss, and whether the
+    optimizer stepped."""
 
     def __init__(self):
         self.gradients, self.norms, self.losses, self.stepped = [], [], [], []
@@ -44,8 +45,13 @@ class Seen(Callback):
 
 
 def trained(lines, dtype=None, ranks=ONE_DEVICE):
-    """Returns what `Seen` records, the weights by name, generated token ids, and bytes of weights and state. Args:
-    dtype: name of the weights' dtype, None: unchanged; ranks: the strategy."""
+    """Trains, and returns a dict: the records of `Seen`, the final weights by name, generated token ids, and the bytes
+    of weights and optimizer state.
+
+    Args:
+        dtype: name of the dtype to which the weights are cast; None: they are not cast.
+        ranks: the strategy.
+    """
     cfg = run_of(parity.overrides(*LINES, *lines))
     torch.manual_seed(0)
     module = causal_lm(cfg, loading.describe(cfg), ranks=ranks)
@@ -65,8 +71,11 @@ def trained(lines, dtype=None, ranks=ONE_DEVICE):
 
 
 def together(processes, folder, cases, size=2):
-    """Returns name -> the results of `trained` on each rank. Args: cases: name -> (lines, dtype, name of a change or
-    None)."""
+    """Trains the cases in `size` processes. Returns a dict: name of a case -> list of the results of each rank.
+
+    Args:
+        cases: name -> (overrides, dtype as in `trained`, key of CHANGES).
+    """
     how = processes.get_start_method()
     torch.multiprocessing.start_processes(_work, (size, str(folder), cases), size, start_method=how)
     by_rank = [torch.load(folder / f"{rank}.pt") for rank in range(size)]

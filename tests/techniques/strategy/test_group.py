@@ -1,4 +1,4 @@
-"""Ranks that read different data are refused before training."""
+"""Tests that ranks that read different data are refused before training."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from lowmem.training import build, training
 
 
 class Two:
-    """A group of this rank and another rank, which sends `other`."""
+    """A group of this rank and another rank, which sends `other`, or what this rank sends if `other` is None."""
 
     several = True
 

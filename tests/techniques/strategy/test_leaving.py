@@ -1,4 +1,4 @@
-"""Leaving a process group never hangs. `leaving.py` leaves thousands of groups from the command line."""
+"""Tests that leaving a process group does not hang. `leaving.py` leaves as many groups as typed on its command line."""
 
 import gc
 import subprocess
@@ -42,7 +42,7 @@ def test_leaving_two_thousand_process_groups_does_not_hang():
 @pytest.mark.process
 @pytest.mark.wrong
 def test_process_group_destroyed_before_ddp_hangs_within_2000_rounds():
-    """Shows that the test above can fail: if the group is destroyed before DDP, one of 20 to 300 rounds hangs."""
+    """The deliberately wrong variant shows that the test above can fail: one in 20 to 300 such rounds hangs."""
     done = run_rounds(2000, 600, "--wrong")
     assert done.returncode == 1 and "Timeout" in done.stderr, done.stdout + done.stderr
 
@@ -76,8 +76,8 @@ def test_strategy_that_outlives_its_process_group_keeps_no_gloo_threads_unless_r
 
 @pytest.fixture
 def at_the_end(monkeypatch):
-    """Returns a function (whether the strategy releases DDP) -> whether DDP's Reducer existed when its group was
-    destroyed."""
+    """Returns a function (releases) -> True if DDP's Reducer still existed when its group was destroyed. `releases`
+    says whether the strategy releases DDP first."""
 
     def leave(releases):
         destroy, seen = dist.destroy_process_group, []
@@ -102,7 +102,7 @@ def test_ddp_reducer_is_freed_before_its_group_is_destroyed(at_the_end, monkeypa
 
 @pytest.mark.wrong
 def test_unreleased_ddp_reducer_still_exists_when_its_group_is_destroyed(at_the_end):
-    """The deliberately wrong variant: about one of several hundred such exits hangs."""
+    """The deliberately wrong variant does not release DDP. About one in several hundred such exits hangs."""
     assert at_the_end(releases=False)
 
 

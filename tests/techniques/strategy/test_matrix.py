@@ -1,5 +1,5 @@
-"""Several processes train like one process on the joint batch, or the combination of strategy and feature is refused.
-Every strategy is tested with every feature. `python -m benchmarks.strategies` writes the complete table."""
+"""Tests each strategy with each feature: either several processes train like one process on the joint batch, or the
+combination is refused. `python -m benchmarks.strategies` writes the complete table."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ SEAM = {
 # Features that `refusals.py` refuses from the config alone:
 REFUSED_BY_CONFIG = {*(f"optim={name}" for name in (*IN_BLOCKS, "adafactor", "muon"))}
 REFUSED_BY_CONFIG |= {"compile.activation_memory_budget", "compile=blocks", "adapter=qlora"}
-# Features that are refused only while a strategy divides the model:
+# Features that are refused only when a strategy divides the model:
 REFUSED = {
     ("tensor_parallel", "adapter=dora"): "DoRA needs the norms of full rows",
     ("tensor_parallel", "adapter=qlora"): "NF4Linear, and only linear layers can be sharded",
@@ -48,7 +48,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(processes):
-    """Yields a function (case, number of ranks; None: of the case) -> the results of the ranks."""
+    """Yields a function (case, size) -> list of the results of all ranks. `size` is the number of ranks (None: the
+    `devices` of the case)."""
     started = {size: Ranks(processes, size) for size in (2, 4)}
     yield lambda case, size=None: started[size or composed(case).devices](case)
     for one in started.values():
@@ -90,7 +91,7 @@ WRONG = (
     ("fsdp", "clip", "local norm"),
     ("tensor_parallel", "clip", "local norm"),
     ("pipeline", "clip", "local norm"),
-    # the tolerance of 16 bits does not hide a fault
+    # 16-bit tolerances must not hide a fault
     ("ddp", "precision=bf16-true", "mean of means"),
     ("fsdp", "precision=bf16-true", "local norm"),
     ("fsdp", "precision=16-true", "mean of means"),
@@ -163,7 +164,7 @@ def test_absent_rank_fails_the_run_at_the_timeout(ranks, folder, monkeypatch):
 
 
 def test_ddp_reduces_gradients_once_per_window(ranks, folder):
-    """Windows of one and of four micro-batches have two all-reduces: of the gradients, and of the window's loss."""
+    """Windows of one or four micro-batches each have two all-reduces: of the gradients, and of the window's loss."""
     seen = {}
     for batches, together in ((1, 8), (4, 2)):
         lines = (*features(folder)["clip"][0].lines, f"accumulation.batches={batches}")
@@ -188,7 +189,8 @@ def test_each_fsdp_rank_holds_half_and_each_ddp_rank_all_of_weights_gradients_an
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_resumed_run_of_two_ranks_ends_with_the_bits_of_an_unbroken_run(ranks, small, tmp_path, strategy):
-    """With dropout: each rank continues its random numbers where it stopped."""
+    """Dropout is on, so each rank must continue its sequence of random numbers. The deliberately wrong variant
+    (`drawn_anew`) begins new sequences."""
 
     def ended(name, *lines, **how):
         typed = (*small, *DROPOUT, f"strategy={strategy}", "devices=2", "strategy.timeout=40", "logger=none", *lines)

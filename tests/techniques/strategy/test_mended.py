@@ -1,4 +1,4 @@
-"""Behaviour that all ranks must share, tested in one process."""
+"""Tests of several strategies and of behaviour that ranks must share, all in one process."""
 
 import math
 from contextlib import nullcontext
@@ -51,7 +51,7 @@ def test_weight_that_no_forward_pass_uses_is_refused_under_ddp_unless_frozen(fit
 
 
 def test_weight_unused_in_the_last_micro_batch_is_refused_before_the_ddp_step(fit, monkeypatch):
-    """Otherwise the gradients of this weight's bucket would not be reduced."""
+    """Otherwise DDP would not reduce the gradients of this weight's bucket."""
     ready, steps = DataParallel.before_training, []
 
     def with_one_more(self, module):
@@ -71,8 +71,9 @@ def test_weight_unused_in_the_last_micro_batch_is_refused_before_the_ddp_step(fi
 
 @pytest.mark.parametrize("follows", [True, False], ids=["follows", "move ignored"])
 def test_optimizer_parameters_follow_weights_that_ddp_moves_unless_the_move_is_ignored(fit, monkeypatch, follows):
-    """A move to a card replaces the `data` of each weight. The optimizer's parameters must follow, also if restoring a
-    checkpoint has created them before. In the deliberately wrong variant the parameters keep the old memory."""
+    """A move to a card replaces the `data` of each weight. The optimizer's parameters must then use the new memory,
+    even if restoring a checkpoint created them before the move. In the deliberately wrong variant they keep the old
+    memory."""
     move, step, seen = SingleDeviceStrategy.model_to_device, CausalLM.training_step, []
 
     def moving(self):
@@ -113,7 +114,7 @@ def test_sharded_checkpoint_is_evaluated_under_no_grad_but_not_in_inference_mode
 def test_weights_and_optimizer_state_stay_on_the_device_after_a_run_unless_lightning_ends_the_run(
     fit, monkeypatch, strategy, ours
 ):
-    """The deliberately wrong variant is Lightning's own teardown, which copies both to the host."""
+    """The deliberately wrong variant is Lightning's own teardown, which copies weights and state to the host."""
     moved, move = [], strategies._optimizers_to_device
     monkeypatch.setattr(CausalLM, "cpu", lambda module: moved.append("weights"))
     monkeypatch.setattr(strategies, "_optimizers_to_device", lambda *which: moved.append("state") or move(*which))
@@ -155,7 +156,8 @@ def test_rank_reports_the_validation_loss_that_rank_0_broadcasts(fit, monkeypatc
 
 @pytest.mark.parametrize(("data_size", "asked"), [(1, True), (2, False)])
 def test_non_finite_loss_of_another_rank_skips_the_step_only_if_ranks_read_the_same_rows(data_size, asked):
-    """If each rank reads different rows, the loss is already a sum over ranks, and no rank is asked."""
+    """If each rank reads different rows, the loss is already summed over ranks, so ranks do not exchange whether they
+    can step."""
     met = []
     module = SimpleNamespace(
         ranks=SimpleNamespace(data_size=data_size, size=2, any=lambda _: True),  # another rank met a fault

@@ -1,7 +1,7 @@
-"""fsdp_offload on a device that is not the CPU.
+"""Tests fsdp_offload on a device that is not the CPU.
 
 A run on a CPU cannot show that shards stay in host memory while another device computes. Here the meta device
-computes, and the tests look at which tensors arrive there.
+computes, and the tests look at which tensors are moved to it.
 """
 
 import pytest
@@ -22,8 +22,8 @@ DEVICE = torch.device("meta")
 
 @pytest.fixture
 def seen(fit, monkeypatch):
-    """Returns a function () -> where all tensors were in a run of one step that computes on `DEVICE`, with zero
-    gradients."""
+    """Returns a function () that runs a step with zero gradients on `DEVICE`, and returns a dict: kind of tensor ->
+    types of the devices that hold such tensors. "told" is the share of the weights that rank 0 reports."""
     found = {}
 
     def step(module, window, _):
@@ -72,7 +72,8 @@ def test_model_to_device_of_lightning_moves_offloaded_shards_and_the_optimizer_s
 
 
 def test_gradient_norm_of_offloaded_shards_is_reduced_on_the_device(monkeypatch):
-    """Cards then reduce over their fast link. Only one number is moved to the device, and no gradient."""
+    """Cards can then reduce over their fast link. Only the norm of the shards is moved to the device, not the
+    gradients."""
     monkeypatch.setattr(Several, "place", DEVICE)
     added = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: added.append(tensor))

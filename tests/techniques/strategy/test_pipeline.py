@@ -1,4 +1,4 @@
-"""A pipeline of processes, each with some of the blocks, trains like one process."""
+"""Tests that a pipeline of processes, each with some of the blocks, trains like one process."""
 
 from contextlib import nullcontext
 
@@ -55,7 +55,7 @@ def largest_error(ranks, one):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_pipeline_gradients_and_weights_equal_one_process(pair, name):
-    """Three AdamW steps with norm clipping. The second window has a single row."""
+    """The run makes three AdamW steps with norm clipping. Its second window has a single row."""
     one = alone(CASES[name])
     assert largest_error(pair[name], one) < SAME
     for rank in pair[name]:
@@ -99,8 +99,8 @@ def test_pipeline_generates_the_tokens_of_one_process(pair):
 
 
 def bubble(orders):
-    """Returns the share of time in which a stage waits, if backward takes twice as long as forward. Args: orders: for
-    each stage, its operations in order."""
+    """Returns the share of the time in which a stage waits, if backward takes twice as long as forward. `orders` holds
+    each stage's operations ("forward" or "backward", micro-batch) in order."""
     ends, free = {}, [0] * len(orders)
     todo = [list(order) for order in orders]
     while any(todo):

@@ -1,4 +1,5 @@
-"""Messages for torch.distributed's errors: which collective, whether the other rank exited or hangs, what to type."""
+"""Tests the messages for errors of torch.distributed: they name the collective, say whether another rank has exited or
+did not answer, and what to type."""
 
 from datetime import timedelta
 
@@ -9,7 +10,8 @@ from lowmem.system.errors import RankLost
 from lowmem.techniques.strategy import lost_ranks
 from made_up import WATCHDOG
 
-# Messages of torch 2.13 with gloo, if rank 1 of two was killed, slept or never joined, or if the port was taken.
+# Messages of torch 2.13 with gloo: rank 1 of two was killed (CLOSED, RESET), slept or never joined, or the port was
+# taken.
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10121."
 RESET = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:8835: Connection reset by peer"
@@ -22,7 +24,7 @@ TAKEN = "The server socket has failed to listen on any local network address. po
 
 
 def raised(path: str, names: tuple[str, ...], error: Exception) -> Exception:
-    """Returns the error with a traceback through functions of these names in a file at that path."""
+    """Returns the error with a traceback through functions with these names in a file with this path."""
     code = "".join(f"def {name}(*rest): rest[0](*rest[1:])\n" for name in dict.fromkeys(names))
     space: dict = {}
     exec(compile(code, path, "exec"), space)

@@ -1,4 +1,4 @@
-"""A model divided into pipeline stages: the weights of each stage, and all stages in sequence."""
+"""Tests models divided into pipeline stages: the weights of each stage, and the results of all stages in sequence."""
 
 import copy
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ def stages_of(model, count):
 
 
 def in_a_row(stages, micro_batch):
-    """Returns the logits (B, T, V) of the stages in sequence."""
+    """Returns the logits (B, T, V) that the stages compute one after another."""
     hidden = None
     for stage in stages[:-1]:
         with stage.entered(hidden, micro_batch.input_ids):
@@ -142,7 +142,8 @@ def checkpointed(technique):
 
 
 def gradients(last, micro_batch):
-    """Runs two micro-batches forward, then both backward. Returns the gradients."""
+    """Runs forward of two micro-batches, and then backward of both, through the last stage. Returns the gradients of
+    the stage's two inputs and of its weights."""
     generator = torch.Generator().manual_seed(0)
     shape = micro_batch.input_ids.numel(), last.width
     arrived = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(2)]
@@ -157,7 +158,8 @@ def gradients(last, micro_batch):
 
 @pytest.mark.parametrize("technique", SEGMENTS)
 def test_checkpointing_across_pipeline_stages_gives_the_gradient_bits_of_no_checkpointing(technique):
-    """Segments reach across a cut, and a second micro-batch runs forward before backward of the first."""
+    """Segments of several blocks reach across the cut. The second micro-batch runs forward before the first runs
+    backward."""
     model, micro_batch = a_model("llama")
     kept = gradients(stages_of(model.train(), 2)[1], micro_batch)
     assert all(map(torch.equal, gradients(*checkpointed(technique)), kept))

@@ -1,4 +1,5 @@
-"""A tensor-parallel group computes what one process computes: losses, all gradients, and weights after some steps."""
+"""Tests that a tensor-parallel group computes what one process computes: losses, gradients, and weights after some
+steps."""
 
 import re
 from contextlib import closing
@@ -47,7 +48,7 @@ RIGHT = [
 
 
 class Figures(dict):
-    """Results of `size` processes by the name of the case. A case is computed at its first access."""
+    """A dict: name of a case -> its results, computed by `size` processes when the name is first read."""
 
     def __init__(self, processes, folder, size, cases):
         super().__init__()
@@ -105,7 +106,7 @@ def test_tied_embedding_stays_tied_under_tensor_parallelism(figures):
     "case", ["llama", pytest.param("qwen3", marks=pytest.mark.matrix), pytest.param("phi3", marks=pytest.mark.matrix)]
 )
 def test_each_tensor_parallel_rank_holds_half_of_the_weights(figures, case):
-    assert 0.5 < figures[case]["share"] < 0.52  # norms are whole
+    assert 0.5 < figures[case]["share"] < 0.52  # the weights of norms are not divided
 
 
 @pytest.mark.matrix
@@ -115,8 +116,8 @@ def test_tensor_parallelism_with_an_odd_vocabulary_keeps_embedding_and_head_whol
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("qwen3", marks=pytest.mark.matrix)])
 def test_tensor_parallel_block_reduces_twice_in_forward_and_twice_in_backward(figures, case):
-    """Layers that read the same tensor add their gradients before the all-reduce. Three more collectives: the
-    embedding's rows, the head's logits, and the gradient of the head's input."""
+    """Layers that read the same tensor add their gradients before the all-reduce. Outside the two blocks there are
+    three collectives: for the embedding's rows, the head's logits, and the gradient of the head's input."""
     assert figures[case]["collectives"] == 2 * (2 + 2) + 3
 
 
@@ -202,7 +203,7 @@ def test_invalid_tensor_parallel_size_for_the_number_of_devices_is_refused():
 def test_tensor_parallelism_in_two_data_parallel_groups_has_the_gradients_and_weights_of_one_process(
     processes, tmp_path
 ):
-    """Two groups of two ranks; each group reads different rows."""
+    """There are two groups of two ranks, and each group reads different rows."""
     kinds = {"llama": {}, "qwen3": {"kind": "qwen3"}, "gpt2": {"kind": "gpt2"}, "lora": {"adapter": True}}
     kinds |= {
         "tiled": {"kind": "qwen3", "loss": "tiled"},

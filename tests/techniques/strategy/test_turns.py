@@ -1,4 +1,5 @@
-"""Work that rank 0 does alone: the other ranks wait while rank 0 is alive, and no longer. Ranks are threads here."""
+"""Tests work that only rank 0 does: the other ranks wait as long as rank 0 is alive, but not longer. The ranks are
+threads here."""
 
 import signal
 import threading
@@ -72,7 +73,7 @@ def test_rank_waits_for_a_working_rank_0_beyond_the_timeout(ranks):
 
 
 def test_rank_0_without_a_heartbeat_is_reported_as_lost(ranks):
-    """A stopped process sends no heartbeat either."""
+    """A process that was stopped by a signal sends no heartbeat, either."""
     ranks[0].turns._say("rank 0", "7")
     other(turn_of(ranks[0], 10, beats=False))
     with pytest.raises(RankLost, match=r"Rank 0 has sent no heartbeat for 0\S* seconds \(its task: read the data\)"):
@@ -119,7 +120,8 @@ def test_signal_interrupts_a_rank_that_waits_for_rank_0(ranks):
 
 
 def test_ranks_wait_for_rank_0_through_the_store_before_a_collective(ranks):
-    """The collective in which ranks agree has a time limit, so no rank may wait in it while rank 0 works."""
+    """The collective in which ranks exchange whether they succeeded has a time limit, so a rank must not wait in this
+    collective while rank 0 works."""
     left = []
     for rank in ranks:
         rank.all_gather = lambda said, number=rank.rank: left.append((number, time.monotonic())) or [said]
@@ -139,7 +141,8 @@ def test_ranks_wait_for_rank_0_through_the_store_before_a_collective(ranks):
 
 @pytest.mark.parametrize(("device", "size", "left"), [("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)])
 def test_failed_rank_destroys_its_process_group_except_on_several_cards(monkeypatch, device, size, left):
-    """Otherwise the error of the rank would appear only after the timeout of the other ranks."""
+    """On several cards, destroying the group might wait for the other ranks. In the other cases the group must be
+    destroyed, because otherwise the failed rank's error would appear only after the timeout of the other ranks."""
     seen = []
     monkeypatch.setattr(process_group, "_join", lambda _: None)
     monkeypatch.setattr(process_group, "instantiate", lambda _: fails)

@@ -1,6 +1,7 @@
-"""Every strategy on two cards, as users run it: the loss, the share of each rank, and measured and predicted memory.
+"""Tests the strategies that can use two cards, as users run them: the loss, each rank's share of the weights, and the
+ratio of measured to predicted memory.
 
-Two processes on the CPU check that the test reads the results correctly.
+The runs of two processes on a CPU check that the test itself reads the results correctly.
 """
 
 import json
@@ -17,7 +18,7 @@ from devices import CARDS
 pytestmark = pytest.mark.process
 LIMIT = 300  # seconds of a run
 STRATEGIES = ("ddp", "fsdp", "fsdp_offload", "tensor_parallel", "pipeline")
-DIVIDED = 0.9  # largest share of the weights on a rank; half of them, except for embeddings that are not divided
+DIVIDED = 0.9  # upper limit of a rank's share of the weights: half, and embeddings that are not divided
 MORE = 1.1  # largest ratio of measured to predicted memory
 SIZES = {
     "cpu": (),
@@ -27,8 +28,8 @@ SIZES = {
 
 @pytest.fixture
 def train(small, tmp_path):
-    """Returns a function (overrides) -> (summary of a run of two ranks, the ranks' answers whether their shards are
-    pinned: "True" or "False")."""
+    """Returns a function (overrides) -> (summary of a run of two ranks, set of "True" or "False" by whether a rank's
+    shards are pinned)."""
 
     def run(*overrides: str) -> tuple[dict, set[str]]:
         (seen := tmp_path / "seen").mkdir()

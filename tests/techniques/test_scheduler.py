@@ -1,4 +1,4 @@
-"""Learning-rate schedules, step by step."""
+"""Tests learning-rate schedules step by step."""
 
 import math
 

@@ -147,7 +147,8 @@ def test_host_memory_peak_of_quantizing_during_loading_is_at_most_4_bit_weights_
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=support, timeout=240).stdout
     largest = 16 * 512 * 512 if family == "qwen3_moe" else 512 * 2048  # elements
     at_once = 512 * 512 if family == "qwen3_moe" else 512 * 2048  # elements quantized at once: a matrix or one expert
-    scratch = 20 * at_once + 4 * largest  # bytes: see nf4.PIECE; the tensor itself, and its separate experts
+    # bytes: temporary (see nf4.PIECE), and the largest bf16 tensor with its separate experts
+    scratch = 20 * at_once + 4 * largest
     outside = 2 * 1000 * 512 * (4 if dtype == "float32" else 0)  # fp32 embedding and head are copies, not mapped files
     (rise, packed_bytes), (after, _) = (map(int, line.split()) for line in said.splitlines())
     most = packed_bytes + scratch + outside + 4e6

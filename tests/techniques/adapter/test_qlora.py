@@ -155,7 +155,7 @@ def test_predicted_peaks_of_a_qlora_run_are_within_1_percent_of_the_measured_pea
 
 @pytest.mark.matrix
 def test_qlora_plan_extended_from_a_few_blocks_is_within_1_percent_of_the_full_trace(config):
-    """4-bit weights are buffers, and must be counted in each block."""
+    """4-bit weights are buffers. The extrapolated trace must include the buffers of all blocks."""
 
     def composed(recipe):
         lines = [line for line in SHAPE if line.split("=")[0] not in recipe]

@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.change = change
 
     def forward(self, h):  # (B, T, W)
-        x = self.up(h)  # a product of (B * T, W), and a tensor of (B, T, W) in the same memory
+        x = self.up(h)  # a matrix product (B * T, W), and a tensor (B, T, W) in the same memory
         self.product = weakref.ref(x.untyped_storage())
         self.change(x, h)
         return h + self.down(torch.tanh(x))

@@ -197,9 +197,8 @@ def test_chunked_evaluation_holds_one_chunk_at_a_time(batch):
 
     assert largest(True, 15) <= largest(False, 15)
     head, chunk = 2000 * WIDTH * 4, 15 * 2000 * 4
-    assert (
-        largest(True, 15) < head + 2.5 * chunk
-    )  # logits and log-softmax of one chunk; 4 if the previous chunk were kept
+    # 2.5: logits and log-softmax of one chunk; it would be 4 if the previous chunk were kept
+    assert largest(True, 15) < head + 2.5 * chunk
 
 
 def test_full_and_chunked_loss_and_gradients_are_zero_if_all_labels_are_ignored(batch):

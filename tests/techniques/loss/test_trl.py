@@ -1,9 +1,9 @@
 """Compares preference losses with TRL: lowmem and TRL train the same network on the same text for 20 steps, in fp32 on
 the CPU.
 
-TRL gets the text and a word-level tokenizer, lowmem gets the token ids of this text. lowmem and TRL each use their own
-training loop, loss, AdamW and log-probabilities of the reference model. TRL is not a dependency: without TRL these
-tests are skipped.
+TRL gets the text and a word-level tokenizer. lowmem gets the token ids of this text. Each of them uses its own training
+loop, loss, AdamW and log-probabilities of the reference model. TRL is not a dependency: without TRL these tests are
+skipped.
 
 TRL defines two losses differently from their papers and from lowmem:
 

@@ -25,9 +25,8 @@ STEPS, LR = 100, 1e-3
 KINDS = ("always", "once", "now and then", "late", "never", "at random", "less and less", "one sign, then the other")
 WIDTH, BLOCKS = 16, 32  # 4096 numbers: smaller parameters keep fp32 state
 SHAPE = (BLOCKS * len(KINDS), WIDTH)
-RATIOS = torch.logspace(
-    -7, 0, BLOCKS
-)  # (blocks,): gradients of a block's other rows, relative to those of its first row
+# (blocks,): gradients of a block's other rows, relative to the gradients of its first row
+RATIOS = torch.logspace(-7, 0, BLOCKS)
 
 
 def schedule(step, draw):
@@ -137,7 +136,7 @@ def in_bf16_sr(model, make):
 
 
 def in_bf16_master(model, make):
-    """Masters in host memory are updated from 16-bit gradients."""
+    """The precision updates fp32 masters in host memory from 16-bit gradients."""
     made = None
 
     def master(p):

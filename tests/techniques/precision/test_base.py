@@ -1,4 +1,5 @@
-"""The contract of a precision: the base class defines each hook that other code calls, with a docstring."""
+"""Tests the contract of precisions: their base class defines all attributes that other code reads, and each of its
+methods except `__init__` has a docstring."""
 
 import ast
 import inspect

@@ -72,9 +72,8 @@ def test_only_kahan_summation_keeps_updates_below_the_spacing_of_bf16(config, pr
     widened = Widened()
     parity.run(cfg, callbacks=[widened])
     start, theirs = parity.expected(cfg, "adamw", "none", held_in="float32")
-    off = parity.errors(
-        start, widened.weights, theirs
-    )  # relative errors of the total update, of matrices and of vectors
+    # relative errors of the total update, of matrices and of vectors
+    off = parity.errors(start, widened.weights, theirs)
     assert min(off) > 0.5 if lost else max(off) < 0.1
 
 

@@ -134,7 +134,7 @@ class Gradients(Callback):
     ],
 )
 def test_callbacks_see_the_unscaled_gradient_norm_in_every_precision(trained, precision, scaled, stored):
-    """A scaled norm would be 65,536 times as large; 16-bit products change the norm by about 1 %."""
+    """A norm with the loss scale would be 65,536 times as large. 16-bit products change the norm by about 1 %."""
     seen, wide = Gradients(), Gradients()
     trained("precision=32", "clip=null", callbacks=[wide], steps=1)
     hooks = [] if stored else [MasterWeights()]
@@ -228,7 +228,7 @@ def test_loss_scale_and_its_growth_counter_are_restored_from_a_state_dict():
         one.loss_scale.update(True)
     other.load_state_dict(one.state_dict())
     assert other.loss_scale.value == 512.0
-    other.loss_scale.update(True)  # the third without overflow
+    other.loss_scale.update(True)  # the third step without overflow
     assert other.loss_scale.value == 1024.0
 
 

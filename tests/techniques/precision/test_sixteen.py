@@ -163,7 +163,7 @@ def test_stochastic_rounding_keeps_finite_numbers_finite(on_host, monkeypatch):
 
 
 def at_once(wide):
-    """Rounds stochastically at once, as a reference for rounding in pieces."""
+    """Returns `wide`, stochastically rounded to bf16 at once: the reference for rounding in pieces."""
     noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32)
     rounded = wide.view(torch.int32).add(noise).bitwise_and_(-1 << 16).view(torch.float32)
     return torch.where(wide.isfinite(), rounded, wide).bfloat16()

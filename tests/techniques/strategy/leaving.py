@@ -1,7 +1,7 @@
 """Leaves process groups again and again, in one process and in pairs of ranks, and prints how many rounds have ended.
 
     python tests/techniques/strategy/leaving.py --rounds 2000   # groups in which DDP has trained, in one process
-    python tests/techniques/strategy/leaving.py --rounds 2000 --wrong  # destroys the group before DDP: hangs
+    python tests/techniques/strategy/leaving.py --rounds 2000 --wrong  # destroys the group before DDP, and hangs
     python tests/techniques/strategy/leaving.py --runs 200  # runs of `strategy=ddp` on two newly forked ranks
 
 If a round or a run hangs for a minute, the command prints the stack of every thread and ends.

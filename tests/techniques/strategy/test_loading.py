@@ -151,7 +151,7 @@ PUBLISHED = {
     "fp32": ("precision=32",),
     "frozen": ("precision=32", "freeze=['*embed*','*layers.0.*']"),
     "adapter": ("precision=32", "adapter=lora"),  # its initial weights are drawn in the dtype of the base
-    "16 bits": ("precision=bf16-sr",),  # the dtype of the files
+    "16 bits": ("precision=bf16-sr",),  # the dtype of the files, so nothing is widened
 }
 
 
@@ -221,7 +221,7 @@ def test_rank_0_needs_memory_for_its_shards_and_two_tensors_unless_the_model_is_
             made = build.module(cfg, data, None, ranks)
     full = 4 * sum(p.numel() for p in made.model.parameters())
     largest = 4 * max(p.numel() for p in made.model.parameters())
-    slack = full / 8  # modules, and pages of the heap
+    slack = full / 8  # for module objects and pages of the heap
     assert (memory.rise < full / RANKS + 2 * largest + slack) == narrower
     assert narrower or memory.rise > full
 

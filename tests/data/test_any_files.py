@@ -1,6 +1,7 @@
-"""Text files with arbitrary bytes and names: they are tokenized or refused, and a refusal leaves nothing in the cache.
+"""Text files with arbitrary bytes and names are tokenized or refused, and a refusal leaves nothing in the cache.
 
-The decoded tokens are compared with the text that an independent reader gets from the same bytes.
+The decoded tokens are compared with the text that `read_again` decodes from the same bytes. `read_again` uses code of
+lowmem only for the position at which a single file is split.
 """
 
 import os
@@ -68,8 +69,8 @@ def write(folder, files):
 
 
 def outcome(folder, files, typed):
-    """Tokenizes the files. Returns `tokens`, or the phrase of SENTENCES that the refusal contains; raises every other
-    error."""
+    """Returns "tokens" if the files are tokenized, or the phrase of SENTENCES in the message if the files are refused.
+    Errors other than `Refused` are raised."""
     typed, text, cache = dict(typed), folder / "text", folder / "cache"
     text.mkdir()
     paths = write(text, files)
@@ -126,7 +127,7 @@ def test_tokens_of_text_files_with_arbitrary_bytes_and_names_decode_to_the_text_
 @pytest.mark.wrong
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")  # the repr of the failing example's files
 def test_planted_text_reader_faults_fail_the_arbitrary_files_test(tmp_path, monkeypatch):
-    """Each planted fault makes the property fail with an error other than `Refused`."""
+    """With each planted fault the arbitrary files test must raise an error other than `Refused`."""
     for of, name, fault in (
         (reading, "shown", lambda file: str(file)[10**9]),  # an IndexError while an error message is built
         (
@@ -134,7 +135,11 @@ def test_planted_text_reader_faults_fail_the_arbitrary_files_test(tmp_path, monk
             "shutil",
             type("shutil", (), {"rmtree": staticmethod(lambda *_, **__: None)}),
         ),  # drafts are not removed
-        (text_files, "pieces", lambda blocks, _=None: ((block[1:], True) for block in blocks)),  # a character is lost
+        (
+            text_files,
+            "pieces",
+            lambda blocks, _=None: ((block[1:], True) for block in blocks),
+        ),  # a block loses a character
     ):
         with monkeypatch.context() as planted, pytest.raises((AssertionError, IndexError)):
             planted.setattr(of, name, fault)

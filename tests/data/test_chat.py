@@ -1,6 +1,6 @@
 """Conversations: which tokens are learned, and which conversations are refused with which message.
 
-Expectations are written by hand: the tokens of a conversation with · between them, and * before each learned token.
+Expected rows are written by hand: their tokens are joined by ·, and * precedes each learned token.
 """
 
 import json
@@ -40,7 +40,7 @@ MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-GLM = (  # without an end token: the header of the next message ends a message
+GLM = (  # has no end token; a message ends where the header of the next message begins
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
@@ -114,7 +114,7 @@ def marked(made, fields: dict, **how) -> str:
 
 
 def rows(made, fields: dict, **how) -> list[str]:
-    """Returns each row of a conversation that takes several rows, with * before each learned token."""
+    """Returns the text of each row of a conversation that needs several rows, with * before each learned token."""
     return [written(made, one) for one in encoded(made, fields, **how)]
 
 
@@ -234,7 +234,8 @@ def test_transformers_assistant_mask_includes_a_token_that_spans_header_and_answ
 
 
 def test_header_space_merged_into_an_answer_token_is_refused_even_if_offsets_are_trimmed():
-    """GPT-2's token offsets exclude the space before a word, so the offsets alone do not show the header's space."""
+    """GPT-2's token offsets exclude the space before a word, so the offsets do not show that the first token of the
+    answer contains the space of the header."""
     made = tokenizer(PLAIN_CHATML.replace("assistant\\n", "assistant ").replace("['role'] + '\\n'", "['role'] + ' '"))
     made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     with pytest.raises(BadRecord, match="include a part of the template"):
@@ -462,7 +463,7 @@ def test_answer_with_weight_1_is_learned_and_so_is_its_rendered_reasoning(chatml
 
 
 def test_header_that_ends_in_a_space_is_refused_with_advice_on_the_template():
-    """The answer has no leading white space, so the message does not advise removing white space from the answer."""
+    """The answer has no leading white space, so the message must not advise to remove white space from the answer."""
     made = tokenizer(
         PLAIN_CHATML.replace("assistant\\n", "assistant: ").replace("message['role'] + '\\n'", "message['role'] + ': '")
     )

@@ -1,8 +1,8 @@
-"""No part of a conversation is lost silently: parts that a template omits, tool-call arguments, answers in several
-rows, empty answers and skipped records.
+"""Conversations of which a part could be lost: the template omits a part, tool calls have arguments, answers need
+several rows, answers are empty, or records are skipped. Such a part must be kept, refused or reported.
 
-Each small template has one property of a published chat template. Expectations are written by hand as in
-`test_chat.py`, which also has `marked` and `encoded`.
+Each small template has one property of a published chat template. Expected rows are written by hand. `marked` and
+`encoded` are defined in `test_chat.py`.
 """
 
 import json
@@ -32,7 +32,7 @@ def turns(answer: str, others: str = "", end: str = END) -> str:
 
     Args:
         answer: template text that renders a message `m` of the assistant.
-        others: `elif` branches that render messages of further roles.
+        others: `elif` branches for messages of further roles.
         end: text after each answer.
     """
     return (
@@ -62,7 +62,7 @@ LOOKS = message("assistant", "I am", tool_calls=[PARIS])
 
 
 def learned(template: str, *messages: dict, **how) -> list[str]:
-    """Returns each row as text, with brackets around the learned tokens."""
+    """Returns the text of each row, with brackets around each run of learned tokens."""
     made, written = tokenizer(template, (START, END, "</s>")), []
     one = encoded(made, {"messages": [*messages]}, **how)
     for row in one if isinstance(one, list) else [one]:
@@ -162,7 +162,7 @@ def test_template_that_ignores_the_role_is_refused():
 
 
 def test_template_that_renders_a_role_differently_with_tools_is_accepted():
-    """As in Llama 3.1, whose template renders the tools inside the first user message."""
+    """The template of Llama 3.1 renders the tools inside the first user message."""
     first = "<|im_start|>U:{{ messages[0].content }}{{ tools[0].name }}<|im_end|>"
     knows = "{% if tools %}" + first + "{% set messages = messages[1:] %}{% endif %}" + THREE
     assert "U·:·hello·cat" in marked(tokenizer(knows), {"messages": [USER, ANSWER], "tools": [{"name": "cat"}]})
@@ -176,7 +176,8 @@ def test_white_space_inside_a_generation_tag_after_the_answer_end_is_not_learned
 
 
 def test_tool_call_that_is_not_rendered_is_refused_even_if_the_template_rejects_placeholders():
-    """The check replaces all parts by placeholders at once, and this template raises an error for placeholders."""
+    """The check replaces all parts of the messages by placeholders, and this template raises an error for placeholders.
+    The omitted tool call must still be found."""
     choosy = "{% if 'hello' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
     assert learned(choosy + THREE, USER, ANSWER) == learned(THREE, USER, ANSWER)
     with pytest.raises(BadRecord, match="the name of call 1"):
@@ -239,8 +240,8 @@ def test_tool_call_arguments_as_an_object_and_as_json_text_give_equal_tokens(nam
 @pytest.mark.parametrize("quoted", ["{'value': 'cat'}", json.dumps('{"value": "cat"}')])
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_user_message_that_quotes_tool_call_arguments_does_not_change_their_rendering(name, quoted):
-    """The rendered text shows whether a template needs arguments as an object or as text. A quotation in a user message
-    must not be taken for rendered arguments."""
+    """The rendered text shows whether a template needs arguments as an object or as text. Arguments that a user message
+    quotes must not be mistaken for rendered arguments."""
     asked = [message("user", f"call with {say}") for say in (quoted, "words")]
     called = message("assistant", "fine", tool_calls=[call(value="cat")])
     quoting, plain = (learned(with_calls(name), user, called)[0].partition("A:")[2] for user in asked)
@@ -344,8 +345,8 @@ DROPS = turns(  # drops the reasoning before a call once an answer follows
 
 
 def test_row_keeps_reasoning_before_a_tool_call_that_the_template_drops_once_the_answer_follows():
-    """Once an answer follows the tool call, the template drops the reasoning before the call, so the row is built from
-    the rendered generation prompt, which contains the reasoning."""
+    """Once an answer follows the tool call, the template drops the reasoning before the call. The row is therefore
+    built from the rendered prompt for the answer, which contains the reasoning."""
     looks = message("assistant", reasoning_content="I am", tool_calls=[PARIS])
     assert learned(DROPS, USER, looks, message("tool", "26"), ANSWER) == [
         f"{START}U:hello{END}{START}A:[<think>I am</think> call weather"
@@ -373,7 +374,7 @@ def test_rows_of_answers_with_dropped_reasoning_are_equal_with_and_without_a_gen
 
 
 def test_answer_whose_inline_reasoning_is_dropped_later_has_its_own_row():
-    """As in LFM2.5, whose generation tag encloses an earlier answer without its reasoning."""
+    """In the template of LFM2.5, the generation tag encloses an earlier answer without its reasoning."""
     cuts = "{{ m.content if loop.last else m.content.split('</think>')[-1] }}" + END
     several = [USER, message("assistant", "<think>I am</think>fine"), message("user", "the cat"), ANSWER]
     for tag, end in (("", ""), ("{% generation %}", "{% endgeneration %}")):
@@ -384,7 +385,7 @@ def test_answer_whose_inline_reasoning_is_dropped_later_has_its_own_row():
 
 
 def test_answer_that_is_rendered_differently_once_messages_follow_has_its_own_row_with_a_generation_tag():
-    """As in Qwen3, whose template writes an empty thought before the last answer only."""
+    """The template of Qwen3 renders empty <think> tags before the last answer only."""
     empty = "{% if loop.last %}<think></think>{% endif %}{{ m.content }}" + END
     several = [USER, ANSWER, message("user", "the cat"), message("assistant", "sat")]
     for tag, end in (("", ""), ("{% generation %}", "{% endgeneration %}")):
@@ -418,7 +419,8 @@ def test_tool_call_outside_the_generation_tag_is_refused():
 
 
 def test_learned_tokens_begin_after_the_generation_prompt_even_if_newlines_would_merge():
-    """The header ends in a newline and the rendered answer begins with a newline. Both would merge into one token."""
+    """The header ends in a newline and the rendered answer begins with a newline. The tokenizer would merge the two
+    newlines into one token if header and answer were tokenized together."""
     opens = turns("<think>\n{{ m.reasoning_content or '' }}\n</think>{{ m.content }}").replace(
         ASKS, "{% if add_generation_prompt %}<|im_start|>A:<think>\n{% endif %}"
     )
@@ -431,8 +433,8 @@ def test_learned_tokens_begin_after_the_generation_prompt_even_if_newlines_would
 
 
 def test_template_with_an_end_token_for_tool_calls_but_not_for_answers_is_refused():
-    """As in GLM-4.5, where only the next header ends an answer: from </tool_call> alone the model would not learn to
-    stop."""
+    """In the template of GLM-4.5, only the next header ends an answer. A model that learns only the end of tool calls
+    would not stop after other answers."""
     glm = BOTH.replace(END, "").replace("tojson }}", "tojson }}</call>")
     made = tokenizer(glm)
     made.add_tokens([AddedToken("</call>", normalized=False)])
@@ -511,11 +513,12 @@ def test_notes_of_a_chat_source_count_its_empty_answers_skipped_records_and_toke
     assert notes[1].startswith("train: tokens in additional rows of conversations, because data.template=")
     assert notes[1].endswith(f": {2 * one:,}.")
     assert notes[2].startswith("data.skip_bad=true: skipped 1 of 4 train records") and len(notes) == 3
-    assert two - one > one  # the longest row of a conversation does not count as additional
+    assert two - one > one  # the first row counts as additional, because it is not the longest
 
 
 def test_too_long_conversation_is_refused_with_its_line_after_records_with_two_rows_or_none(tmp_path):
-    """The records before the conversation take two rows, one row and no row."""
+    """The records before the too long conversation have two rows, one row and no row, so numbers of rows and lines
+    differ."""
     long = conversation("hello", "I am fine " * 60)
     made = source(
         tmp_path, [SEVERAL, conversation("sat", "on"), {"messages": 5}, long, SEVERAL], too_long="refuse", skip_bad=True
@@ -555,7 +558,7 @@ TOOLS += THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content or 
 
 
 def data_page() -> tuple[str, dict]:
-    """Returns the text of docs/data.md, and the record with tools that the page has as an example."""
+    """Returns the text of docs/data.md, and the example record with tools on this page."""
     page = (ROOT / "docs" / "data.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith('    {"tools"'))
     return page, json.loads(line)

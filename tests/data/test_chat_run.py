@@ -1,4 +1,4 @@
-"""Runs on conversations: the trained tokenizer, the template in the exported model, resuming, and refusals."""
+"""Runs on conversations: the trained tokenizer, the chat template in the exported model, resume, and refusals."""
 
 import csv
 import json
@@ -86,8 +86,8 @@ def test_counts_of_tokens_and_learned_tokens_in_summary_and_metrics_exclude_padd
 
 
 def test_resume_from_a_checkpoint_without_a_count_of_learned_tokens_takes_its_count_of_tokens(caplog):
-    """Checkpoints of earlier versions count only learned tokens, in `tokens`. A resumed run continues both counts from
-    this number."""
+    """Checkpoints of earlier versions have one count, `tokens`, which contains only learned tokens. A resumed run
+    continues both of its counts from this number."""
     resumed = CausalLM.__new__(CausalLM)
     torch.nn.Module.__init__(resumed)
     saved = {"position": {}, "tokens": 7, "skipped_steps": 0}

@@ -1,4 +1,4 @@
-"""Token caches that were truncated, modified or shared: a run gets the correct tokens, or an error message."""
+"""Token caches that were truncated, modified or shared: a run gets the correct tokens or an error message."""
 
 import json
 import shutil
@@ -30,8 +30,8 @@ def source(tmp_path):
 
 @pytest.fixture
 def tokens(source, tmp_path):
-    """Returns a function () -> (digest of the arrays of both splits, tokenizer as JSON). It reads both through the
-    cache."""
+    """Returns a function () -> (digest of the arrays of both splits, tokenizer as JSON). The function reads arrays and
+    tokenizer through the cache."""
 
     def read():
         made = token_store.tokenize(source(), tmp_path / "cache", 300)
@@ -62,7 +62,7 @@ def flipped(file):
 
 
 def of_another_type(file):
-    """Writes valid JSON with another dtype for the token ids."""
+    """Replaces the dtype of the token ids in a valid JSON file."""
     said = json.loads(file.read_text())
     file.write_text(json.dumps(said | {"meta": said["meta"] | {"dtype": "uint8"}}))
 
@@ -88,7 +88,7 @@ def test_damaged_cache_file_is_rebuilt_and_reported_in_one_line(tokens, tmp_path
 @pytest.mark.wrong
 @pytest.mark.parametrize("damaged", [cut, flipped])
 def test_damaged_cache_file_gives_wrong_tokens_without_checksums(tokens, tmp_path, monkeypatch, damaged):
-    """The deliberately wrong variant maps the files without comparing checksums."""
+    """The deliberately wrong variant maps the cached files without comparing their checksums."""
     right = tokens()
     damaged(folder_of(tmp_path) / "train.bin")
     monkeypatch.setattr(checked_folder, "_mapped", lambda file, *_: np.memmap(file, np.uint8, "r"))
@@ -133,7 +133,7 @@ def test_cache_folder_removed_by_another_process_while_opening_is_rebuilt(tokens
 
 
 def test_concurrent_runs_with_a_damaged_cache_get_the_tokens_of_the_undamaged_cache(tokens, tmp_path):
-    """Threads stand in for processes."""
+    """Threads stand in for the processes of the runs."""
     right, found = tokens(), []
     for _ in range(3):
         flipped(folder_of(tmp_path) / "train.bin")
@@ -141,11 +141,11 @@ def test_concurrent_runs_with_a_damaged_cache_get_the_tokens_of_the_undamaged_ca
         [run.start() for run in runs]
         [run.join() for run in runs]
     assert found == [right] * 12
-    assert folder_of(tmp_path).is_dir()  # the only folder: no draft is left
+    assert folder_of(tmp_path).is_dir()  # `folder_of` would fail if a draft were left
 
 
 def test_damaged_cache_folder_removed_by_another_process_is_rebuilt(tokens, tmp_path, monkeypatch):
-    """The folder exists when it is checked, and is removed a moment later."""
+    """The folder is removed after its damage was detected, and before it is rebuilt."""
     right = tokens()
     flipped(folder_of(tmp_path) / "train.bin")
     opened = checked_folder._opened

@@ -81,7 +81,7 @@ def test_split_of_a_single_text_keeps_every_character_and_leaves_neither_side_em
             train, val = text[:at], text[at:]
             assert train and val
             assert len(val) <= 2 * max(1, round(length * tail)) + 1
-            for size in (1, 2, 7):  # the cut is equal if the text arrives in blocks
+            for size in (1, 2, 7):  # the cut does not depend on the block size
                 blocks = [text[i : i + size] for i in range(0, length, size)]
                 assert reading.cut_at(partial(list, blocks), tail) == at
                 assert "".join(reading.between(blocks, 0, at)) == train
@@ -160,8 +160,8 @@ def test_record_files_read_as_plain_text_are_refused_unless_on_error_is_set(tmp_
 
 @pytest.fixture
 def locked():
-    """A folder of text files whose permissions a test can remove. Root may read every file, so a test that root runs
-    gets the effective user nobody."""
+    """Yields a folder of text files whose permissions a test can remove. Root may read every file, so if root runs the
+    test, the effective user is nobody during the test."""
     folder = Path(tempfile.mkdtemp(prefix="lowmem-"))  # not tmp_path, which only its owner may enter
     _files(folder, "a.txt", "b.txt", "below/c.txt")
     folder.chmod(0o755)

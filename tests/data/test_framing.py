@@ -1,4 +1,5 @@
-"""Rows, prompts and the exported tokenizer have the tokens that a call of the tokenizer returns."""
+"""Rows and prompts have the tokens that a call of the tokenizer returns, and the exported tokenizer returns the same
+tokens for a text."""
 
 import json
 import logging
@@ -51,7 +52,7 @@ shared = cache(tokenizer)  # for tests that do not change the tokenizer
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map("".join)
 VISIBLE = TEXTS.filter(str.strip)
 KINDS = st.tuples(st.sampled_from(MODELS), st.sampled_from([*PRE_TOKENIZERS]))
-# Tokenizers that decode every text without a change.
+# Tokenizers for which the decoded tokens of every text equal the text.
 EXACT = [("bpe", "byte level"), ("bpe", "sequence"), ("bpe with bytes", "none"), ("bpe with bytes", "split")]
 
 
@@ -69,8 +70,8 @@ def own(made, text):
 
 
 def check_text(made, around, text):
-    """Checks that a row has the tokens of the tokenizer's call and one end token, and does not learn its begin
-    tokens."""
+    """Checks that a row has the tokens of the tokenizer's call and exactly one end token, that its begin tokens are not
+    learned, and that `prompt_ids` returns the same tokens without the end token."""
     _, begin, end = AROUND[around]
     (row,) = Text("text").encode(made, [{"text": text}])
     assert list(row.ids) == own(made, text) + [IDS[EOS]] * (not end)
@@ -81,9 +82,9 @@ def check_text(made, around, text):
 
 
 def check_answer(made, around, prompt, completion, never_refused=False):
-    """Checks that a row begins with the tokens of its prompt, ends with one end token, and decodes to the two texts or
-    to the decoded tokens of the joined text. A `BadRecord` passes if the tokens of the joined text do not begin with
-    the tokens of the prompt, or if the completion adds no token."""
+    """Checks that a row begins with the tokens of its prompt, ends with its only end token, and decodes to the two
+    texts or to the decoded tokens of the joined text. A `BadRecord` is accepted, unless `never_refused`, if the tokens
+    of the joined text do not begin with the tokens of the prompt, or if the completion adds no token."""
     _, begin, end = AROUND[around]
     row, whole = encoded(made, prompt, completion), own(made, prompt + completion)
     asked = framing.prompt_ids(made, prompt)
@@ -106,7 +107,7 @@ def check_answer(made, around, prompt, completion, never_refused=False):
 @given(kind=KINDS, around=st.sampled_from([*AROUND]), lower=st.booleans(), text=VISIBLE.filter(lambda t: EOS not in t))
 def test_text_row_equals_tokenizer_call_with_one_end_token(kind, around, lower, text):
     made = shared(*kind, around, lower)
-    if own(made, text) != own(made, ""):  # white space alone may have no token
+    if own(made, text) != own(made, ""):  # a text of white space may have no token
         check_text(made, around, text)
 
 
@@ -255,7 +256,11 @@ def test_data_bos_for_conversations_is_refused(tmp_path):
 
 
 def mixture(folder, **bos):
-    """Returns a mixture of one text per name. Args: bos: the value of data.bos of each part."""
+    """Returns a mixture of text sources.
+
+    Args:
+        bos: name of each part -> its data.bos.
+    """
     for name in bos:
         (folder / f"{name}.txt").write_text("the cat sat on the mat\n" * 40)
     return Mix({name: text_files.text(str(folder / f"{name}.txt"), "*", 0.2, bos=value) for name, value in bos.items()})
@@ -273,7 +278,7 @@ def test_data_bos_set_for_one_part_of_a_mixture_begins_the_rows_of_both_parts(tm
 
 
 def corpus(tmp_path, made, **how):
-    """Returns a source of three files, one of them for validation, and its tokens."""
+    """Returns (source of three files, one of which is held out for validation; tokens of the source)."""
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("the cat sat on the mat\n" * (5 + number))
     source = text_files.text(str(tmp_path), "*.txt", 0.3, **how)

@@ -1,4 +1,5 @@
-"""Folders that are laid out like data sets of the hub: data=hub reads the same records as data=csv or data=jsonl."""
+"""Local folders that are laid out like data sets of the hub: data=hub reads the records that data=csv or data=jsonl
+reads."""
 
 import json
 from itertools import islice
@@ -113,7 +114,7 @@ def _lines_of(texts):
 
 
 def test_streamed_hub_folder_of_csv_or_jsonl_resumes_bit_exactly_from_any_window(folder, tokenizer):  # noqa: F811
-    """The windows cross boundaries of blocks, of files and of an epoch."""
+    """The compared windows cross the boundaries of blocks and of files, and the end of an epoch."""
     assert isinstance(hub(str(folder)).reader.rows("train"), FileRows)
     unbroken = list(islice(loader(folder, tokenizer), 30))
     assert len({window.end.epoch for window in unbroken}) > 1, "an epoch has to end"
@@ -123,7 +124,8 @@ def test_streamed_hub_folder_of_csv_or_jsonl_resumes_bit_exactly_from_any_window
 
 
 def test_stream_position_saved_by_datasets_in_an_older_version_is_continued(folder):
-    """Older versions of lowmem read these files with `datasets`, and saved the state of that stream."""
+    """Older versions of lowmem read these files with `datasets`, and their checkpoints contain the state of its
+    stream."""
     older = iter(stream := datasets.load_dataset(str(folder), split="train", streaming=True))
     passed = [next(older)["text"] for _ in range(9)]
     reader = hub(str(folder)).reader

@@ -1,4 +1,4 @@
-"""Lines of JSON as documents, which of their tokens are learned, and the message for each bad line."""
+"""Lines of JSON as documents: which tokens are learned, and the message for each kind of bad line."""
 
 import json
 from collections import Counter
@@ -264,7 +264,8 @@ contents = one_of(many_good, st.lists(lines, min_size=1, max_size=12)).map(b"\n"
 
 
 def outcome(folder, of_train, of_val, skip_bad, pairs):
-    """Returns `tokens`, or the phrase of SENTENCES that the refusal contains; raises every other error."""
+    """Returns "tokens" if the files are tokenized, or the phrase of SENTENCES in the message if the files are refused.
+    Errors other than `Refused` are raised."""
     (folder / "train.jsonl").write_bytes(of_train)
     if of_val is not None:
         (folder / "val.jsonl").write_bytes(of_val)
@@ -283,7 +284,7 @@ def outcome(folder, of_train, of_val, skip_bad, pairs):
 
 
 def read_again(contents, pairs):
-    """Yields the text of each valid line, as an independent reader finds it."""
+    """Yields the text of each valid line, decoded without code of lowmem."""
     for content in contents:
         for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
             try:
@@ -307,7 +308,7 @@ def test_tokens_of_arbitrary_jsonl_lines_decode_to_the_texts_of_valid_lines_or_f
 
 @pytest.mark.wrong
 def test_planted_jsonl_reader_faults_fail_the_arbitrary_lines_test(tmp_path, monkeypatch):
-    """Each planted fault makes the property fail with an error other than `Refused`."""
+    """With each planted fault the arbitrary lines test must raise an error other than `Refused`."""
     for of, name, fault in (
         (jsonl, "fields_of", json.loads),
         (records, "place", lambda line: 1 / (len(line) % 20)),
@@ -324,7 +325,7 @@ def test_jsonl_of_identical_records_is_refused_because_the_training_split_would_
 
 
 def test_control_token_in_a_jsonl_record_is_refused_or_skipped_with_skip_bad(tmp_path):
-    """Inside a text the end token would end the document, so the model would learn to stop there."""
+    """An end token inside a text would end the document there, and the model would learn to stop."""
     said = f"one{token_store.END_OF_TEXT} two"
     for fields, typed in (
         ({"text": said}, {}),
@@ -341,7 +342,8 @@ def test_control_token_in_a_jsonl_record_is_refused_or_skipped_with_skip_bad(tmp
 
 
 def test_refusal_of_a_too_long_jsonl_document_names_its_line_unless_a_parsed_record_was_left_out(tmp_path):
-    """Blank lines and lines of invalid JSON count as lines. If a parsed record was left out, no line is named."""
+    """The line number counts blank lines and lines of invalid JSON. No line is named if a record of valid JSON was left
+    out."""
     texts = [*TEXTS[:3], "a longer one, " * 60, *TEXTS[3:], "the longest one, " * 90]
     lines = [json.dumps({"text": text}).encode() for text in texts]
     whole = write(tmp_path / "long.jsonl", [*lines[:2], b"", *lines[2:]])
@@ -372,8 +374,8 @@ def test_completions_that_repeat_their_prompt_are_reported_for_both_splits(tmp_p
 
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_records_with_the_lowest_hashes_are_held_out_if_the_fraction_is_too_small(least):
-    """A fraction that holds out fewer than `least` records is raised, but to at most half of the distinct records (or
-    one record). A fraction that holds out enough is not changed."""
+    """A fraction that holds out fewer than `least` distinct records is raised until it holds out `least` of them, but
+    at most half of all distinct records, and at least one. Any other fraction is not changed."""
     named = [f"record {number % 40}".encode() for number in range(80)]
     for count in range(1, 40):
         for share in (1e-9, 0.05, 0.5):

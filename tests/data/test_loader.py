@@ -1,4 +1,5 @@
-"""The order of the sequences depends on the seed alone; each window stores the position from which to resume."""
+"""The order of the sequences depends on the seed alone. Each window stores the position from which a run resumes after
+the window."""
 
 import time
 from itertools import islice, takewhile
@@ -108,8 +109,8 @@ def test_joined_text_of_exactly_seq_len_tokens_is_refused():
 
 @pytest.mark.parametrize("packing", ["joined", "documents"])
 def test_loading_a_window_of_micro_batches_takes_less_than_a_microsecond_of_cpu_per_token(packing):
-    """The training step waits while a window is made. Even the smallest model needs tens of microseconds to train on a
-    token."""
+    """The training step waits while a window is loaded. Even the smallest model needs tens of microseconds to train on
+    one token."""
     ids, ends = np.zeros(500 * 2000, np.uint16), np.arange(500, 500 * 2001, 500)
     of = Split(ids, ends, ends, None)
     windows = iter(WindowLoader(rows(of, 1024, packing, "cut", "train"), Share(8), fixed(4), seed=0))

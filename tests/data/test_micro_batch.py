@@ -1,8 +1,9 @@
-"""A micro-batch defines its tensors and its weight in the mean, so a loss over pairs needs no change of the training
-loop.
+"""A micro-batch class defines its tensors and the weight of a micro-batch in the mean loss, so a loss over pairs needs
+no change of the training loop.
 
-The data and the loss exist only in this file: pairs of rows with a margin each, and a logistic loss of the difference
-of their log-probabilities. The loss is averaged over pairs, which have any number of tokens.
+The data and the loss of these tests exist only in this file. A pair has two rows and a margin, and its loss is
+softplus(cross-entropy of the better row - cross-entropy of the worse row + margin). The losses of all pairs have equal
+weights, whatever the number of tokens of a pair.
 """
 
 from collections.abc import Mapping
@@ -31,11 +32,11 @@ HERE = __name__
 
 @dataclass(frozen=True, eq=False)
 class Pairs(MicroBatch):
-    """Micro-batch in which rows 2i and 2i + 1 are the better and the worse answer of pair i."""
+    """Micro-batch in which row 2i is the better answer of pair i, and row 2i + 1 the worse answer."""
 
     UNIT: ClassVar[str] = "pairs"
     ROWS: ClassVar[int] = 2
-    margin: Tensor | None = None  # (B,), the same for both rows of a pair
+    margin: Tensor | None = None  # (B,), equal for both rows of a pair
 
     @property
     def weight(self) -> int:
@@ -50,7 +51,7 @@ class DrawnPairs(random_tokens.Drawn):
         rows = super().micro_batch(np.repeat(2 * indices, 2) + np.tile([0, 1], len(indices)))
         labels = rows.labels.clone()
         for row, index in enumerate(np.repeat(indices, 2)):
-            labels[row, 5 + index % 7 :] = IGNORED  # pairs differ in their tokens
+            labels[row, 5 + index % 7 :] = IGNORED  # pairs differ in their number of learned tokens
         return Pairs(rows.input_ids, labels, margin=torch.from_numpy(np.repeat(indices % 3 / 10, 2)).float())
 
     @classmethod
@@ -94,8 +95,8 @@ def trained(config, folder: Path, *overrides: str) -> dict:
 def test_pair_loss_with_4_accumulated_micro_batches_equals_the_mean_over_pairs_of_one_batch(
     config, tmp_path, monkeypatch
 ):
-    """The two losses differ by about 1e-7, because their fp32 sums have another order. Wrong variant: weights that
-    count tokens, as for plain text, change the loss by about 1e-2."""
+    """The two losses differ by a relative error of about 1e-7, because fp32 losses are summed in different orders.
+    Wrong variant: weights that count tokens, as for plain text, change the loss by about 1 %."""
     whole = trained(config, tmp_path / "whole", "batch_size=4")
     parts = trained(config, tmp_path / "parts", *SPLIT)
     assert parts["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
@@ -128,7 +129,7 @@ def test_extra_tensor_of_a_micro_batch_subclass_is_concatenated_and_moved():
 
 
 def test_micro_batch_is_pinned_and_copied_without_blocking_to_cuda_but_not_to_the_cpu(monkeypatch):
-    """A copy from pageable memory makes the host wait for the card. No card is needed: a tensor subclass records the
+    """The host would wait for a copy from pageable memory. No card is needed, because a tensor subclass records the
     calls of `to`."""
     asked = []
 
@@ -171,7 +172,7 @@ def test_moving_a_micro_batch_to_a_card_does_not_synchronize():
     ],
 )
 def test_pair_loss_on_tokens_and_token_loss_on_pairs_are_refused(overrides, words, config):
-    """The refusal comes before weights are loaded, for training and for a plan."""
+    """The refusal comes before weights are loaded, so `causal_lm` needs no description of the model here."""
     run = config("data=random", "loss=full", *overrides, base=SMALL)
     with pytest.raises(Refused, match=words):
         causal_lm(run, None)

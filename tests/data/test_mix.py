@@ -1,5 +1,5 @@
-"""Mixtures: shares of the learned tokens, equal repetition of rows, and an order from the seed alone. Also random
-tokens, which are drawn and not stored."""
+"""Mixtures: shares of the learned tokens, equal repetition of rows, and the order of rows. Also random tokens, which
+are drawn and not stored."""
 
 import json
 import re
@@ -28,7 +28,7 @@ T = 8
 
 
 def part(first, count, learned=None, packing="joined"):
-    """Returns rows of documents of T equal tokens: document i has the token `first` + i."""
+    """Returns rows of `count` documents. Document i has T tokens, which all equal `first` + i."""
     documents = [first + np.full(T, i) for i in range(count)]
     return rows(split(*documents, learned=learned), T, packing, "cut", "train")
 
@@ -38,7 +38,8 @@ def half_learned(first, count):
 
 
 def counted(mixed):
-    """Returns the numbers of learned tokens of the first and the second part (whose token ids begin at 1000)."""
+    """Returns (number of learned tokens of the first part, of the second part). The second part has token ids from
+    1000."""
     batch = mixed.micro_batch(np.arange(len(mixed)))
     of = Counter()
     for row, label in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
@@ -53,7 +54,7 @@ def test_data_shares_of_a_mixture_are_fractions_of_learned_tokens(shares, share)
     ours, theirs = counted(mixed)
     assert ours / (ours + theirs) == pytest.approx(share, abs=0.01)
     rows_alone = 0.5 if shares is None else shares["all"] / sum(shares.values())
-    by_rows = mixed.counts[0] / len(mixed)  # deliberately wrong: rows are not tokens
+    by_rows = mixed.counts[0] / len(mixed)  # the share of rows, which differs from the share of learned tokens
     assert shares is None or abs(by_rows - rows_alone) > 0.03
 
 
@@ -147,7 +148,8 @@ def test_planner_and_data_agree_whether_a_mixture_has_position_ids(config, typed
 
 
 def parts_of(folder):
-    """Returns functions that make a source of texts (`notes`) and a source of conversations (`talk`)."""
+    """Returns {"notes": function (further keys of data=jsonl) -> source of texts, "talk": the same for
+    conversations}."""
     lines = {
         "notes": [{"text": f"note {i} " * 9} for i in range(20)],
         "talk": [

@@ -1,5 +1,5 @@
-"""Rows of documents: every next token is a label once, positions restart at each document, and the order depends on the
-seed alone (for padded rows also on the batch size)."""
+"""Rows of documents: every next token is a label once, positions restart at each document, and the order of rows
+depends on the seed alone (the order of padded rows also on the batch size)."""
 
 from itertools import combinations, islice, pairwise
 
@@ -24,7 +24,7 @@ def texts(count=60, longest=40, seed=0):
 
 
 def pairs(batch):
-    """Returns (token, label) of every token that has a label."""
+    """Returns (token, label) for every token that has a label."""
     counts = batch.labels != IGNORED
     return list(zip(batch.input_ids[counts].tolist(), batch.labels[counts].tolist(), strict=True))
 
@@ -39,14 +39,14 @@ def following(documents):
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 def test_every_next_token_inside_a_document_is_a_label_exactly_once(kind):
-    """This includes documents that were cut into several rows."""
+    """Some documents are longer than a row, and are cut into several rows."""
     made = rows(split(*texts()), SEQ_LEN, kind, "cut", "train")
     assert sorted(pairs(every(made))) == following(texts())
 
 
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 def test_real_mask_is_true_for_document_tokens_and_false_for_filler(kind):
-    batch = every(rows(split(*texts()), SEQ_LEN, kind, "cut", "train"))  # no document has the filler's id
+    batch = every(rows(split(*texts()), SEQ_LEN, kind, "cut", "train"))  # no token of a document has the filler's id
     assert not batch.real.all() and torch.equal(batch.real, batch.input_ids != packing.FILLER)
 
 
@@ -60,7 +60,7 @@ def test_joined_rows_are_the_concatenated_text_cut_into_equal_lengths():
 
 
 def layout(batch):
-    """Returns (shape, dtype, strides, storage bytes) of each tensor, and the number of distinct storages."""
+    """Returns ([(shape, dtype, strides, bytes of the storage) of each tensor], number of distinct storages)."""
     tensors = list(batch.tensors.values())
     parts = [(part.shape, part.dtype, part.stride(), part.untyped_storage().nbytes()) for part in tensors]
     return parts, len({part.untyped_storage().data_ptr() for part in tensors})
@@ -69,7 +69,7 @@ def layout(batch):
 @pytest.mark.parametrize("other", [None, "joined", "documents", "padded"])
 @pytest.mark.parametrize("kind", ["joined", "documents", "padded"])
 def test_planner_example_has_the_memory_layout_of_full_rows_unless_it_is_of_another_packing(kind, other):
-    """The example has full rows, each with one document. The example of another packing has another layout."""
+    """Each compared row is filled by one document."""
     made = rows(split(*(np.arange(SEQ_LEN) for _ in range(8))), SEQ_LEN, kind, "cut", "train")
     found = layout(packing.rows_class({"packing": other or kind}).example(4, SEQ_LEN))
     assert (found == layout(made.micro_batch(np.arange(4)))) == (other in (None, kind))
@@ -130,12 +130,12 @@ def test_too_long_documents_are_cut_dropped_or_refused_and_counted():
 
 
 def test_documents_and_pieces_without_learned_tokens_are_dropped_and_counted(monkeypatch):
-    monkeypatch.setattr(packing, "AT_ONCE", 8)  # tokens: less than a document
+    monkeypatch.setattr(packing, "AT_ONCE", 8)  # tokens; the first document has more
     learned = [np.arange(40) < 10, np.zeros(5), np.arange(5) == 4, np.arange(5) == 0]
     documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(5), 300 + np.arange(5), learned=learned)
     made = rows(documents, SEQ_LEN, "padded", "cut", "train")
-    # the first document has learned tokens in its first row only; in the last, only the first token is learned, which
-    # no token predicts
+    # The first document has learned tokens in its first row only. In the last document only the first token is
+    # learned, which no token predicts.
     assert made.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 2, "rows": 2}
     assert pairs(every(made)) == [*((i, i + 1) for i in range(9)), (203, 204)]
     silent = split(np.arange(40), learned=[np.zeros(40)])
@@ -190,7 +190,7 @@ def read(windows):
 @pytest.mark.parametrize("kind", ["documents", "padded"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_loader_of_packed_or_padded_rows_resumed_after_any_window_reads_the_windows_of_the_unbroken_one(kind, size):
-    """Resumes after each of 38 windows, also across the end of an epoch."""
+    """Resumes after each of the first 38 windows. The first 40 windows cross the end of an epoch."""
     unbroken = list(islice(WindowLoader(made(kind), Share(4), fixed(size), 7), 40))
     assert unbroken[-1].end.epoch > 0
     for done in range(1, 39):
@@ -243,7 +243,7 @@ def test_order_digest_depends_on_packing_and_text_and_for_padded_rows_on_batch_s
     orders += [order(rows(split(*changed), SEQ_LEN, kind, "cut", "train")) for kind in kinds]
     assert len({str(one) for one in orders}) == 6
     assert [order(made(kind)) == order(made(kind), 2) for kind in kinds] == [True, True, False]
-    assert set(orders[0]) == {"sequences", "seq_len", "seed", "text"}  # the first three in the oldest checkpoints
+    assert set(orders[0]) == {"sequences", "seq_len", "seed", "text"}  # the oldest checkpoints lack "text"
 
 
 def test_position_ids_are_expected_if_the_data_or_any_mixture_part_is_packed_as_documents():

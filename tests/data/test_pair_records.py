@@ -1,6 +1,7 @@
-"""Records of pairs and rated answers: their formats, which tokens are learned, and the message for each bad record.
+"""Records of pairs and rated answers: their formats, which tokens are learned, and the message for each kind of bad
+record.
 
-Expectations are texts with [ ] around the learned tokens, as `show=1` prints them.
+Expected rows are texts with [ ] around the learned tokens, as `show=1` prints them.
 """
 
 import json
@@ -51,7 +52,12 @@ OTHERS = {str: TEXT | {"prompt": "other"}, list: CHAT | {"prompt": "other"}}
 
 
 def validation(folder, like, **typed):
-    """Writes a validation file with one pair of another prompt. Args: typed: the names of the fields."""
+    """Writes a validation file with one pair whose prompt differs from the prompts in the training records.
+
+    Args:
+        like: str for a pair of texts, list for a pair of lists of messages.
+        typed: key of data= -> name of the field.
+    """
     other = {typed.get(key, key) or "-": value for key, value in OTHERS[like].items()}
     if like is str and "prompt" in typed:
         other = {key: "other" + str(value) for key, value in other.items()}
@@ -59,8 +65,12 @@ def validation(folder, like, **typed):
 
 
 def opened(folder, *records, like=None, **typed):
-    """Returns a source of these records. Args: like: str for a validation pair of texts, list for messages; None: as in
-    the first record."""
+    """Returns a source of these records.
+
+    Args:
+        like: type of the answers in the validation pair (see `validation`); None: their type in the first record.
+        typed: key of data= -> value.
+    """
     like = like or (str if isinstance(records[0].get(typed.get("chosen", "chosen")), str) else list)
     file = write(folder / "a.jsonl", records)
     return Preference(file, val_path=validation(folder, like, **typed), **typed)
@@ -451,8 +461,8 @@ def test_dpo_run_builds_padded_pairs_or_with_packing_documents_packed_pairs(conf
 
 
 def test_all_pairs_of_one_prompt_are_in_one_split(tmp_path, config):
-    """Ranked answers give several pairs per prompt. If single pairs were held out, answers of validation pairs would
-    also be trained on."""
+    """Ranked answers give several pairs per prompt. If the split were made by pair, training would read answers of
+    validation pairs."""
     ranked = [
         {"prompt": f"Count to {n}.", "chosen": f"{n} a{better}", "rejected": f"{n} a{worse}"}
         for n in range(40)
@@ -468,7 +478,7 @@ def test_all_pairs_of_one_prompt_are_in_one_split(tmp_path, config):
 
 @pytest.mark.parametrize(("rated", "line"), [(False, 2), (True, 3)])
 def test_too_long_answer_of_a_pair_is_refused_with_its_line_also_after_rated_answers(tmp_path, rated, line):
-    """Each record is two documents, one of them empty for a rated answer."""
+    """Each record is stored as two documents, of which one is empty for a rated answer."""
     records = [TEXT, TEXT | {"prompt": "one", "chosen": " long" * 90}]
     if rated:
         single = {"prompt": "two", "completion": " yes", "label": True}
@@ -480,7 +490,7 @@ def test_too_long_answer_of_a_pair_is_refused_with_its_line_also_after_rated_ans
 
 
 def test_preference_records_of_a_hub_data_set_equal_records_of_a_file(tmp_path, monkeypatch):
-    """A local folder replaces the data set of the hub."""
+    """A local folder stands in for a data set of the hub."""
     single = {"prompt": "two", "completion": " yes", "label": True}
     records = [single, single | {"prompt": "three", "label": False}, TEXT | {"prompt": "one"}]
     fields = [*single, "chosen", "rejected"]
@@ -518,7 +528,7 @@ def test_preference_file_with_one_prompt_is_refused(tmp_path):
 
 
 def test_preference_records_of_one_prompt_share_a_group_but_keep_identities_as_long_as_the_records(tmp_path):
-    """Batches for the tokenizer are limited by the lengths of identities."""
+    """The lengths of identities limit how many records are tokenized in one batch."""
     long = [{"prompt": "hi", "chosen": "x" * 5000, "rejected": str(number)} for number in range(2)]
     other = {"prompt": "hello", "chosen": "a", "rejected": "b"}
     source = Preference(write(tmp_path / "a.jsonl", [*long, other]), val_path=write(tmp_path / "b.jsonl", [other]))
@@ -529,7 +539,7 @@ def test_preference_records_of_one_prompt_share_a_group_but_keep_identities_as_l
 
 @pytest.mark.parametrize("prompts", [4, 5, 10])
 def test_two_prompts_of_rated_answers_but_one_of_pairs_are_held_out_for_validation(tmp_path, prompts):
-    """KTO pairs each answer with a mismatched prompt, so a validation set of rated answers needs two prompts."""
+    """KTO pairs each answer with another prompt, so a validation set of rated answers needs two prompts."""
     records = [LONE | {"prompt": f"hi {i}", "label": label} for i in range(prompts) for label in (True, False)]
     file = write(tmp_path / "a.jsonl", records)
     for rated, held_out in ((True, 2), (False, 1)):

@@ -1,6 +1,6 @@
 """Rows of pairs: every pair is read once, complete and on one device, and each label belongs to its answer.
 
-Expectations are counted token by token.
+Rows are compared with the drawn answers token by token.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ SEQ_LEN, COUNT = 40, 11
 
 
 def drawn(count=COUNT, longest=9):
-    """Returns a split of pairs whose answers have consecutive token ids, and both answers' tokens of each pair."""
+    """Returns (split of pairs whose answers have consecutive token ids, [(tokens of the one answer, of the other)])."""
     draw, at, texts, masks, answers = np.random.default_rng(1), 1, [], [], []
     for pair in range(count):
         prompt = np.full(draw.integers(1, 4), VOCABULARY - 1 - pair)  # both answers have the same prompt
@@ -36,7 +36,7 @@ def drawn(count=COUNT, longest=9):
 
 
 def answers_in(batch):
-    """Returns the learned tokens of both answers of each pair in the batch, without empty pairs."""
+    """Returns (learned tokens of the one answer, of the other) for each pair of the batch that is not empty."""
     counts = batch.labels != IGNORED
     lengths = batch.lengths.flatten().tolist()
     each = [tuple(batch.labels[counts & (batch.answers == number)].tolist()) for number in range(len(lengths))]
@@ -82,7 +82,7 @@ def test_packed_rows_hold_complete_pairs_followed_by_filler():
 
 @pytest.mark.wrong
 def test_wrong_variant_with_answers_shifted_by_one_token_fails_the_packed_pairs_test(monkeypatch):
-    """The deliberately wrong variant begins each answer one token later."""
+    """The deliberately wrong variant gives each token the answer number of the token before it."""
     late = property(lambda self, right=PairBatch.answers: right.fget(self).roll(1, 1))
     monkeypatch.setattr(PairBatch, "answers", late)
     with pytest.raises(AssertionError):
@@ -98,7 +98,7 @@ def test_no_pair_is_divided_over_devices(kind):
         found += [pair for batch in batches for pair in answers_in(batch)]
         assert [batch.weight for batch in batches] == [len(answers_in(batch)) for batch in batches]
     assert sorted(found) == sorted(expected)
-    assert batches[-1].weight == 0 and batches[-1].learned_tokens == 0  # a device without rows gets an empty batch
+    assert batches[-1].weight == 0 and batches[-1].learned_tokens == 0  # a device without pairs gets an empty batch
 
 
 @pytest.mark.wrong
@@ -146,7 +146,8 @@ def test_padded_and_packed_pairs_have_equal_log_probabilities():
 
 
 def of_lengths(*lengths):
-    """Returns a split of pairs whose documents have these lengths; at most the last four tokens are learned."""
+    """Returns a split of pairs whose documents have these lengths. The last four tokens of a document are learned, or
+    all tokens of a shorter document."""
     texts = [100 * number + np.arange(length) for number, length in enumerate(lengths, 1)]
     return split(*texts, learned=[np.arange(length) >= length - 4 for length in lengths])
 

@@ -1,5 +1,5 @@
-"""A long text is tokenized in pieces with the tokens of the whole text, or in one piece if the tokenizer allows no cut.
-Memory does not grow with the text."""
+"""The pieces of a long text have the tokens of the whole text, and a text is not cut if the tokenizer allows no cut.
+Where texts are cut, memory does not grow with the text."""
 
 import json
 import random
@@ -21,7 +21,7 @@ LLAMA_3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-KINDS = {  # pre-tokenizer, normalizer, whether a text may be cut into pieces
+KINDS = {  # name -> (pre-tokenizer, normalizer, whether a text may be cut into pieces)
     "gpt2": (pre_tokenizers.ByteLevel(add_prefix_space=False), None, True),
     "llama3": (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), BYTES]), None, True),
     "no words": (BYTES, None, True),  # merges may cross line ends
@@ -83,8 +83,8 @@ def test_ids_of_a_text_in_pieces_equal_ids_of_the_whole_text(tokenizer, small_pi
 def test_pieces_cut_without_a_proof_have_other_ids_than_the_whole_text_except_regular_cuts_with_gpt2(
     tokenizer, small_pieces, monkeypatch, kind, wrong
 ):
-    """The deliberately wrong variants skip the proof of a cut; one also cuts at every newline. For GPT-2 the regular
-    cuts are correct without a proof; for SentencePiece they are not."""
+    """Both deliberately wrong variants skip the proof that a cut changes no token, and "every newline" also cuts at
+    every newline. For GPT-2 the regular cuts are correct without a proof; for SentencePiece they are not."""
     if wrong == "every newline":
         monkeypatch.setattr(pieces, "CUT", re.compile(r"\n"))
     monkeypatch.setattr(pieces.Cuts, "proved", lambda *_: True)
@@ -112,7 +112,7 @@ def test_tokenizer_that_allows_no_cut_encodes_texts_whole_and_is_reported_once(t
 
 
 def test_text_file_read_in_small_blocks_equals_the_whole_text(tmp_path, monkeypatch):
-    """Some blocks end inside a character."""
+    """Some blocks end between the bytes of a character."""
     said = text(300)
     (tmp_path / "a").write_bytes(said.encode())
     for size in (2, 3, 7, 1000):
@@ -164,13 +164,19 @@ MB = 10**6
 
 
 def grown(folder, kind, sizes, small, whole, pipe):
-    """Tokenizes a file of each size (MB), and sends the rise of this process's peak resident memory (MB) after each
-    file. Runs in a separate process."""
+    """Tokenizes a file of each size (MB). Sends a list: after each file, the peak of resident memory so far, minus the
+    resident memory before the first file (MB). Runs in a separate process.
+
+    Args:
+        kind: "text" or "jsonl".
+        small: True reads small blocks and cuts small pieces.
+        whole: True never cuts a text.
+    """
     from lowmem.system.process import peak_rss_bytes, reset_peak_rss, rss_bytes
 
     if small:
         reading.BLOCK, pieces.BATCH, pieces.PIECE = 1 << 17, 1 << 18, 1 << 14
-    if whole:  # the deliberately wrong variant never cuts a text
+    if whole:  # the deliberately wrong variant
         pieces.CUT = re.compile(r"(?!)")
     paragraphs = [text(20, seed) for seed in range(200)]
     (folder / "small.txt").write_text("".join(paragraphs))
@@ -212,7 +218,7 @@ def peaks(processes, tmp_path):
 def test_memory_for_tokenizing_a_text_file_in_small_blocks_does_not_grow_with_the_file(peaks):
     first, second = peaks("text", (1, 3), True, False)
     assert second < 60 and second - first < 15
-    first, second = peaks("text", (1, 3), True, True)  # the wrong variant keeps whole files
+    first, second = peaks("text", (1, 3), True, True)  # the wrong variant tokenizes whole files
     assert second - first > 50
 
 

@@ -1,7 +1,7 @@
-"""Rows of rated answers: each answer is read once with its rating, beside a mismatched row: its prompt with the answer
-to another prompt.
+"""Rows of rated answers: each answer is read once, with its rating and a mismatched row, which has the same prompt and
+the answer to another prompt.
 
-The expected rows are written out by hand, and compared token by token.
+The expected rows are written by hand, and compared token by token.
 """
 
 import re
@@ -20,16 +20,16 @@ from lowmem.data.token_store import NO_TOKENS, Twice
 from lowmem.system.errors import Refused
 
 SEQ_LEN = 24
-# (index of the prompt, number of tokens in: the prompt, the desirable answer, the undesirable answer)
+# (index of the prompt, tokens in the prompt, in the desirable answer, in the undesirable answer)
 RECORDS = [(0, 2, 3, 4), (1, 3, 2, 0), (1, 3, 0, 5), (2, 1, 0, 3), (0, 2, 4, 0), (0, 2, 6, 2)]
 UNITS = [(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (0, 4), (0, 6), (0, 2)]  # (index of the prompt, tokens in the answer)
 DESIRABLE = [True, False, True, False, False, True, True, False]
-OTHERS = [2, 2, 4, 4, 5, 2, 2, 2]  # per unit: the next unit with another prompt, with wrap-around
+OTHERS = [2, 2, 4, 4, 5, 2, 2, 2]  # index of the next unit with another prompt (wraps around)
 PROMPTS = {0: [900, 901], 1: [910, 911, 912], 2: [920]}
 
 
 def drawn():
-    """Returns a split of RECORDS whose answers have consecutive token ids, and the answer of each unit."""
+    """Returns (split of RECORDS whose answers have consecutive token ids, [tokens of the answer of each unit])."""
     texts, masks, answers, at = [], [], [], 1
     for prompt, _, *lengths in RECORDS:
         for length in lengths:
@@ -46,7 +46,7 @@ def made(documents=None, seq_len=SEQ_LEN, too_long="drop", name="train"):
 
 
 def read(ids, labels):
-    """Returns the tokens of a row (its inputs and the last label), and its learned labels."""
+    """Returns (tokens of a row: its inputs up to the last learned label, and this label; learned labels)."""
     learned = labels != IGNORED
     return [*ids[: int(learned.nonzero().max()) + 1].tolist(), int(labels[learned][-1])], labels[learned].tolist()
 
@@ -75,7 +75,7 @@ def test_every_rated_answer_is_read_once_with_its_rating_and_a_mismatched_row():
 
 @pytest.mark.wrong
 def test_wrong_variant_that_mismatches_an_answer_of_the_same_prompt_fails_the_row_test(monkeypatch):
-    """The deliberately wrong variant takes the next answer, even if it has the same prompt."""
+    """The deliberately wrong variant takes the answer of the next unit, even if this unit has the same prompt."""
     monkeypatch.setattr(RatedAnswers, "_next_prompt", lambda self, unit: (unit + 1) % len(self))
     with pytest.raises(AssertionError):
         test_every_rated_answer_is_read_once_with_its_rating_and_a_mismatched_row()
@@ -119,7 +119,7 @@ def test_each_too_long_answer_of_a_rated_pair_is_dropped_cut_or_refused_independ
     assert len(cut) == len(UNITS) and cut.report["cut"] == 6 and batch.input_ids.shape[1] == 4
     for row, other in enumerate(OTHERS):
         prompt, before = PROMPTS[UNITS[row][0]], PROMPTS[UNITS[other][0]]
-        answer = answers[other][: 5 - len(before)]  # the part of the answer that fits in its own row
+        answer = answers[other][: 5 - len(before)]  # the part of the answer that fits in the row of `other`
         tokens = (prompt + answer)[:5]
         assert read(batch.mismatched_ids[row], batch.mismatched_labels[row]) == (tokens, tokens[len(prompt) :])
     with pytest.raises(
@@ -130,7 +130,7 @@ def test_each_too_long_answer_of_a_rated_pair_is_dropped_cut_or_refused_independ
         made(seq_len=1)
 
 
-def test_rated_answers_with_a_single_prompt_are_refused():
+def test_split_whose_rated_answers_all_have_the_same_prompt_is_refused():
     texts = [np.array([5, 6, at]) for at in (7, 8, 9, 10)]
     same = split(*texts, learned=[np.array([False, False, True])] * 4)
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_preference_key_that_names_the_field_of_another_key_or_messages_null_is_
 
 
 def test_mismatched_row_without_a_prompt_keeps_its_own_first_token():
-    """No token predicts the first token, so the first token is not a label."""
+    """No token predicts the first token of a row, so the first token is not a label."""
     texts = [np.array([5, 6, 7]), np.array([8, 9])]
     batch = made(split(*texts, learned=[np.ones(3, bool), np.ones(2, bool)])).micro_batch(np.arange(2))
     assert read(batch.mismatched_ids[0], batch.mismatched_labels[0]) == ([5, 9], [9])

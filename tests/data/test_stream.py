@@ -1,5 +1,5 @@
-"""Data sets of the hub, replaced by local folders: read completely or streamed, and resumed bit-exactly from any
-window."""
+"""Data sets of the hub, for which local folders stand in: they are read completely or streamed, and a stream resumes
+bit-exactly from any window."""
 
 import json
 from itertools import islice
@@ -78,7 +78,7 @@ def test_streamed_conversations_have_the_template_digest_of_conversations_that_a
 @pytest.mark.rows("joined")
 @pytest.mark.parametrize("packing", ["joined", "documents"])
 def test_stream_resumed_and_then_resumed_again_reads_the_windows_of_the_unbroken_stream(folder, tokenizer, packing):
-    """The windows cross boundaries of blocks, of shards and of an epoch."""
+    """The windows cross the boundaries of blocks and of shards, and the end of an epoch."""
     unbroken = list(islice(loader(folder, tokenizer, packing=packing), 60))
     epochs = {window.end.epoch for window in unbroken}
     assert len(epochs) > 1, "an epoch has to end"
@@ -100,7 +100,7 @@ def test_streamed_hub_text_has_the_tokens_of_the_tokenizer_call_for_each_data_bo
 
 
 def test_stream_resumed_without_its_saved_state_reads_other_rows(folder, tokenizer):
-    """The deliberately wrong variant drops the state of the stream."""
+    """The deliberately wrong variant drops the state of the stream from the saved position."""
     unbroken = list(islice(loader(folder, tokenizer), 11))
     resumed = islice(loader(folder, tokenizer, Position(*unbroken[6].end[:3])), 4)
     assert [numbers(w) for w in resumed] != [numbers(w) for w in unbroken[7:]]
@@ -108,7 +108,7 @@ def test_stream_resumed_without_its_saved_state_reads_other_rows(folder, tokeniz
 
 @pytest.mark.matrix  # `datasets` takes 20 s
 def test_stream_with_a_shuffle_buffer_resumes_with_other_rows_than_the_unbroken_stream(folder, tokenizer, monkeypatch):
-    """A deliberately wrong variant: the state of the stream does not include the contents of a shuffle buffer."""
+    """The deliberately wrong variant shuffles in a buffer, whose contents are not in the saved state of the stream."""
     load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: load(*a, **k).shuffle(seed=0, buffer_size=9))
     unbroken = list(islice(loader(folder, tokenizer), 11))
@@ -154,7 +154,7 @@ def epoch_of(made):
 
 
 def test_stream_blocks_with_only_too_long_documents_are_skipped_and_reported(tmp_path, tokenizer, caplog):
-    """A resumed stream also skips such blocks, and a stream that has only such blocks is refused."""
+    """A resumed stream skips such blocks, too. A stream that has only such blocks is refused."""
     caplog.set_level("INFO")
     texts = [f"row {i}." + "too long " * 9 * (13 <= i < 25) for i in range(45)]
     place = written(tmp_path / "set", texts)
@@ -179,15 +179,15 @@ def test_skipped_bad_rows_of_a_stream_are_counted_across_blocks(tmp_path, tokeni
 
 @pytest.mark.parametrize("block", [2, 8])
 def test_tokens_left_over_from_a_stream_block_begin_the_rows_of_the_next_block(tmp_path, tokenizer, block):
-    """A block of two documents is shorter than one row."""
+    """A block of two documents has fewer tokens than a row."""
     texts = [f"<{i:03d}>" for i in range(106)]
     windows = epoch_of(loader(written(tmp_path / "set", texts), tokenizer, packing="joined", block=block, val_rows=6))
     learned = sum(window.learned_tokens for window in windows)
     assert (
         learned == (100 * 6 - 1) // 32 * 32
-    )  # a document has five bytes and an end token; the last partial row is dropped
+    )  # a document has five bytes and an end token; the incomplete last row is dropped
     read = texts_of(windows, tokenizer)
-    assert sum(f"<{i:03d}>" in read for i in range(6, 106)) > 80  # the other documents are divided over two rows
+    assert sum(f"<{i:03d}>" in read for i in range(6, 106)) > 80  # other documents continue in a second row
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_stream_that_fails_while_it_is_read_is_refused_with_the_reason(folder, t
 
 
 def test_ddp_run_with_one_device_trains_on_a_stream(config, typed, tmp_path):
-    """Ranks compare the order of their data. A stream has no list of rows, so its order has digests of the files."""
+    """Ranks compare the order of their data. A stream has no list of rows, so digests of its files are compared."""
     lines = ("data.streaming=true", "data.block=2", "data.val_rows=4", "strategy=ddp", "devices=1")
     assert fit(config(*lines, base=typed), tmp_path / "run")["steps"] == 4
 

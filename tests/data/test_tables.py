@@ -1,4 +1,4 @@
-"""Rows of csv and parquet: written rows come back, invalid rows are named, and memory is bounded."""
+"""Rows of csv and parquet: rows are read as they were written, invalid rows are named, and memory is bounded."""
 
 import csv
 import io
@@ -32,7 +32,7 @@ CHATS = HOW | {"messages": "messages"}
 
 @pytest.fixture(scope="module")
 def alphabet(tmp_path_factory):
-    """A tokenizer with one token per byte and without an end token."""
+    """Returns a tokenizer that has one token per byte and no end token."""
     file = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_bpe([], 257, file)
     return PreTrainedTokenizerFast(tokenizer_file=str(file), clean_up_tokenization_spaces=False)
@@ -215,7 +215,7 @@ def test_parquet_column_of_message_structs_is_read_as_conversations(tmp_path):
 
 
 def test_parquet_column_of_tools_is_read_if_present(tmp_path):
-    """A template that does not render these tools is refused later, as for lines of JSON."""
+    """A template that does not render these tools is refused later, as for data=jsonl."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     for name, columns in (("with", {"tools": [[{"name": "cat"}]]}), ("without", {})):
         parquet.write_table(pa.table({"messages": [chat], "other": [1]} | columns), tmp_path / f"{name}.parquet")
@@ -277,7 +277,8 @@ def test_null_in_a_jsonl_value_is_kept(tmp_path):
 
 
 def scanned(file):
-    """Yields the rows of a file as `datasets` reads them: the deliberately wrong variant."""
+    """Yields the rows of a file as `datasets` reads them. This is the deliberately wrong variant, which needs more
+    memory."""
     how = pa.dataset.ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
     fragment = pa.dataset.ParquetFileFormat(default_fragment_scan_options=how).make_fragment(file.open("rb"))
     for batch in fragment.to_batches(batch_size=64, columns=["text"], batch_readahead=0, fragment_readahead=0):

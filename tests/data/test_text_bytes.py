@@ -1,4 +1,5 @@
-"""Bits per byte: only the text bytes of learned labels count, and both ways to count them give equal results."""
+"""Bits per byte: only the text bytes of learned labels count, and `label_bytes` and the token store count equal
+bytes."""
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ def made(text_folder, tmp_path):
 
 
 def pieces(tmp_path):
-    """Returns a tokenizer like SentencePiece's: a space before every word, and bytes for characters that are not in the
-    vocabulary."""
+    """Returns a tokenizer like SentencePiece's: it inserts a space before the first word, and a character outside the
+    vocabulary has one token per byte."""
     words = ["wörd", "other", "läst"]
     ids = {token: i for i, token in enumerate(["<unk>", "<end>", *(f"▁{w}" for w in words), "<0xC3>", "<0x9F>"])}
     model = Tokenizer(models.Unigram([(token, -1.0) for token in ids], unk_id=0, byte_fallback=True))
@@ -30,7 +31,12 @@ def pieces(tmp_path):
 
 
 def batch(rows, learned=None):
-    """Returns a micro-batch. Args: rows: (B, T + 1) tokens; learned: (B, T) bool, None for all."""
+    """Returns a micro-batch.
+
+    Args:
+        rows: (B, T + 1) tokens.
+        learned: (B, T) bool, True for learned labels; None: all labels are learned.
+    """
     ids = torch.tensor(np.asarray(rows, np.int64))
     labels = ids[:, 1:].clone()
     if learned is not None:
@@ -43,11 +49,11 @@ def test_label_bytes_of_plain_text_equal_the_bytes_of_the_token_store(made):
     known = made.val_bytes(loader.predicted + 1) - made.val_bytes(1)
     assert label_bytes(made.tokenizer, loader) == (loader.predicted, known) == (800, known)
     assert bits_per_byte(made, loader)(np.log(2)) == pytest.approx(800 / known, rel=1e-12)
-    assert bits_per_byte(made, loader)(2.0) != pytest.approx(2.0 / np.log(2))  # bits per token would be another number
+    assert bits_per_byte(made, loader)(2.0) != pytest.approx(2.0 / np.log(2))  # which would be bits per token
 
 
 def test_label_bytes_of_a_sentencepiece_row_are_the_bytes_that_its_labels_add(tmp_path):
-    """The text has 25 bytes. The 5 bytes of the first word are never predicted."""
+    """The first word, of 5 bytes, is never a label."""
     tokenizer = pieces(tmp_path)
     ids = tokenizer("wörd other läst wördß")["input_ids"] + [tokenizer.eos_token_id]
     assert len(ids) == 7
@@ -55,7 +61,7 @@ def test_label_bytes_of_a_sentencepiece_row_are_the_bytes_that_its_labels_add(tm
     rows = [
         ids[:4],
         ids[3:],
-    ]  # ▁wörd ends one row and begins the other, whose labels are the bytes of ß and the end token
+    ]  # ▁wörd ends the first row and begins the second, whose labels are the bytes of ß and the end token
     assert sum(label_bytes(tokenizer, [batch([row])])[1] for row in rows) == len(" other läst wördß".encode())
     alone = [
         len(tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in rows

@@ -1,4 +1,5 @@
-"""Tokens on disk: they decode to the text, are made once, and are never seen half written."""
+"""Tokens on disk: they decode to the text, a second run reads them from the cache, and no run sees an incomplete
+cache."""
 
 import hashlib
 import random
@@ -47,7 +48,7 @@ WORDS_OF_ALL_KINDS = (
     "10",
     "1",
 )
-# SHA-256 of the ids in cache format 3, which encoded whole files. Losses at a fixed seed depend on these ids.
+# SHA-256 of the ids in cache format 3, in which files were tokenized whole. Losses at a fixed seed depend on the ids.
 FORMAT_3 = {
     ".": (
         "457f8c26f01468a35cd2601d2c7f49c9412813df7be22d3a3138c359c90df872",
@@ -91,7 +92,7 @@ def test_token_cache_key_depends_on_content_and_vocabulary_size_but_not_on_the_f
     assert key() == first and key(299) != first
     assert (
         token_store._key(text_files.text(str(text_folder), "**/*.txt", 0.2), 300, None) == first
-    )  # elsewhere, same content
+    )  # another folder with the same content
     changed = sorted(copy.iterdir())[0]
     changed.write_text(changed.read_text() + "!")
     assert key() != first
@@ -186,7 +187,8 @@ def _letters(count):
 
 
 def test_overlong_word_is_split_only_for_tokenizer_training(tmp_path, monkeypatch):
-    """LONGEST_WORD exceeds every word of ordinary text, so a tokenizer of ordinary text does not change."""
+    """LONGEST_WORD exceeds the length of every word in ordinary text, so splitting does not change the tokenizer of
+    such a text."""
     word = "ab" * 3 * token_store.LONGEST_WORD
     for name, text in (("0", f"a word {word}"), ("1", word)):
         (tmp_path / f"{name}.txt").write_text(text)
@@ -212,7 +214,8 @@ def test_splitting_overlong_words_does_not_change_a_tokenizer_of_ordinary_text(t
 
 @pytest.mark.parametrize("letters", [200_000, pytest.param(2_000_000, marks=pytest.mark.matrix)])
 def test_tokenizer_training_on_one_overlong_word_takes_under_10_microseconds_per_letter(tmp_path, letters):
-    """Unsplit, 200 000 letters take 8 s and 2 000 000 take 90 s of one core; split, they take 0.5 s and 6 s."""
+    """Without splitting, 200 000 letters take 8 s and 2 000 000 letters take 90 s of one core; with splitting, 0.5 s
+    and 6 s."""
     (tmp_path / "one.txt").write_text(f"some words and {_letters(letters)}\n\nthe end of it\n")
     before = time.process_time()
     made = token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.01), tmp_path / "cache", 4096)
@@ -222,7 +225,8 @@ def test_tokenizer_training_on_one_overlong_word_takes_under_10_microseconds_per
 
 @pytest.fixture
 def small_files():
-    """Returns a function (bytes) that limits the size of every file, as a full disk would."""
+    """Yields a function (bytes) that limits the size of every file that this process writes. It stands in for a full
+    disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def at_most(size):
@@ -232,12 +236,13 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_ends": 600}  # limits in bytes, too small for the file
+# file -> size limit (bytes) that this file is the first to exceed
+WRITERS = {"tokenizer": 100, "train": 7_000, "val": 40_000, "val_ends": 600}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_full_disk_during_tokenization_is_refused_and_leaves_no_draft(texts, tmp_path, small_files, writer):
-    if writer == "val_ends":  # ends take more bytes than tokens if each document has one token
+    if writer == "val_ends":  # with one token per document, the ends take more bytes than the tokens
         tokenizer = token_store.tokenize(texts, tmp_path / "made before", 300).tokenizer
         _write_all(tmp_path / "train", ["some words"])
         _write_all(tmp_path / "val", ["x"] * 100)
@@ -272,14 +277,14 @@ def test_empty_corpus_is_refused(tmp_path):
 
 # --- bits per byte ----------------------------------------------------------------------------------------------------
 
-WORDS = b"return self " * 40  # frequent: a token has several bytes
-SIGNS = "éß".encode() * 100  # not in the training text: every byte is a token
+WORDS = b"return self " * 40  # frequent in the training text, so a token has several bytes
+SIGNS = "éß".encode() * 100  # not in the training text, so every byte is a token
 
 
 @pytest.fixture
 def uneven(tmp_path):
-    """Returns (tokens, number of tokens in the first validation document with its end token). A token of the first
-    validation document has several bytes, a token of the second has one byte."""
+    """Returns (tokens, number of tokens in the first validation document with its end token). Tokens of the first
+    validation document have several bytes, and tokens of the second have one byte."""
     for name, content in (("train", WORDS * 9), ("val/0", WORDS), ("val/1", SIGNS)):
         (tmp_path / f"{name}.txt").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.txt").write_bytes(content)
@@ -295,7 +300,7 @@ def test_val_bytes_equal_the_decoded_bytes_of_any_number_of_tokens(uneven):
     for count in range(first):
         assert made.val_bytes(count) == len(made.tokenizer.decode(made.val.ids[:count]))  # ASCII
     assert made.val_bytes(first - 1) == made.val_bytes(first) == len(WORDS)  # an end-of-text token has no bytes
-    for count in range(len(SIGNS) + 1):  # also inside a character of two bytes
+    for count in range(len(SIGNS) + 1):  # also counts that end inside a character of two bytes
         assert made.val_bytes(first + count) == len(WORDS) + count
     assert made.val_bytes(len(made.val.ids)) == len(WORDS) + len(SIGNS)
 
@@ -310,8 +315,8 @@ def test_val_bytes_decode_only_the_tokens_of_a_document_that_is_cut(uneven, monk
 
 
 def test_val_bytes_of_sentencepiece_tokens_equal_the_decoded_bytes(uneven, tmp_path):
-    """The tokenizer is like SentencePiece's: a space before every word, and bytes only for characters that are not in
-    the vocabulary."""
+    """The tokenizer is like SentencePiece's: it inserts a space before the first word, and a character outside the
+    vocabulary has one token per byte."""
     words = ["wörd", "other", "läst"]
     ids = {token: i for i, token in enumerate(["<unk>", "<end>", *(f"▁{w}" for w in words), "<0xC3>", "<0x9F>"])}
     model = Tokenizer(models.Unigram([(token, -1.0) for token in ids], unk_id=0, byte_fallback=True))

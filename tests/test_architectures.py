@@ -1,5 +1,5 @@
-"""Tests techniques on ten architectures of transformers, each with something special around its blocks or its head.
-Mark `matrix` adds 20 popular architectures."""
+"""Tests techniques on ten architectures of transformers, which have unusual parts around their blocks or in their head
+(see FAMILIES). With the mark `matrix`, 20 popular architectures are tested, too."""
 
 import logging
 
@@ -25,13 +25,13 @@ FAMILIES = {
     "xlstm": "no attention, a cap",
 }
 
-# Popular architectures: dense, grouped heads, sliding windows, logit caps and scales, experts.
+# Popular architectures. Some have grouped heads, sliding windows, logit caps or scales, or experts.
 POPULAR = (
     *("gpt2", "gptj", "gpt_neox", "opt", "bloom", "falcon", "llama", "mistral", "qwen2", "qwen3", "gemma2"),
     *("gemma3_text", "phi3", "olmo2", "cohere", "granite", "starcoder2", "qwen3_moe", "gpt_oss", "olmoe"),
 )
 REFUSED = {
-    ("xlstm", "bf16-master"): "refused: expected m1 and m2",  # its code creates fp32 tensors and multiplies with them
+    ("xlstm", "bf16-master"): "refused: expected m1 and m2",  # its code multiplies fp32 and 16-bit tensors
     ("mamba2", "lora"): "refused: adapter: PEFT cannot adapt this Mamba2ForCausalLM",
 }
 
@@ -104,7 +104,7 @@ def test_blocks_of_a_multimodal_model_are_found_in_its_text_decoder():
 
 
 def test_precision_that_the_code_of_a_model_cannot_run_is_refused_with_advice(config, tmp_path):
-    """The code of xLSTM creates fp32 tensors and multiplies 16-bit weights with them."""
+    """The code of xLSTM creates fp32 tensors and multiplies them by 16-bit weights."""
     cfg = config("model=hf", "model.name=x", "model.pretrained=false", "lr=1e-3", "precision=bf16-master", "clip=null")
     cfg = cfg.replacing("model.architecture", shrunk("xlstm"))
     with pytest.raises(Refused, match="Type precision=bf16"):

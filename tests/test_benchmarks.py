@@ -1,5 +1,5 @@
-"""Tests the benchmarks: loops run in turns, all loops compute equal losses, predictions agree with published figures,
-and recorded results agree with the pages."""
+"""Tests the benchmarks: loops take turns, all loops compute equal losses, predictions agree with published figures, and
+recorded results agree with the pages."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from lowmem.model.loading import describe
 
 pytestmark = pytest.mark.docs
 
-# A loop with a given number of steps. It records when each of its steps begins and ends.
+# Code of a loop with a given number of steps, which writes to a file when each step begins and ends.
 COUNTING = """
 import json, sys, time
 from benchmarks.turns import Turns
@@ -49,7 +49,7 @@ def test_benchmark_loops_alternate_and_never_overlap(tmp_path):
     assert [len(found[name]["seconds"]) for name in "ab"] == [
         2,
         1,
-    ]  # a step is timed until the next one starts, so the last is not timed
+    ]  # a step is timed until the next step of the loop begins, so the last step is not timed
 
 
 def test_wait_of_a_benchmark_loop_for_another_loop_is_not_timed(monkeypatch):
@@ -109,12 +109,12 @@ def test_benchmark_speed_ratio_is_the_median_of_paired_steps_after_the_warm_up()
 def test_losses_of_each_benchmark_loop_equal_the_plain_pytorch_loop_bit_by_bit(recipe):
     rows = {loop: ["-m", "benchmarks.loops", loop, recipe, "tiny"] for loop in LOOPS}
     losses = {loop: one["losses"] for loop, one in turns.take_turns(rows).items()}
-    assert losses["plain"][-1] < losses["plain"][0] - 0.5  # the loss decreases, so the loop trains
+    assert losses["plain"][-1] < losses["plain"][0] - 0.5  # the loop trains
     assert all(losses[loop] == losses["plain"] for loop in LOOPS), losses
 
 
 def test_benchmark_loop_that_sums_the_norm_in_another_order_has_different_losses():
-    """Wrong on purpose: a plain loop sums the norm from the last parameter to the first."""
+    """Wrong on purpose: a plain loop adds the gradient norms of the parameters in reverse order."""
     wrong = """
 import json, torch
 from benchmarks import loops
@@ -154,13 +154,13 @@ def test_recorded_predictions_differ_from_published_peaks_by_5_percent_in_the_me
     "wrong", [(), ("gradient_checkpointing=every_layer",), ("seq_len=900",)], ids=("right", "checkpointed", "shorter")
 )
 def test_published_peak_is_predicted_within_5_percent_only_with_the_published_settings(wrong):
-    """The smallest published model: a GPT-2 of 163M parameters with an untied head, on an A100."""
+    """Uses the smallest published model: a GPT-2 of 163M parameters with an untied head, on an A100."""
     (one,) = (one for one in published.ALL if "7. flash" in one.name)
     asked = dataclasses.replace(one, overrides=(*one.overrides, *wrong))
     assert (abs(published.predicted(asked) / one.bytes - 1) <= 0.05) == (not wrong)
 
 
-# parameter counts that the projects or their published configs state
+# words in the name of a published figure -> parameter count that the project or its published config states
 COUNTED = {"TinyLlama": 1_100_048_384, "Qwen2.5": 2_022_229_504, "StableCode": 566_369_280, "in the book": 163_009_536}
 COUNTED |= {"5 x 2048 packed": 3_212_749_824, "Llama 2 7B": 6_738_415_616, "Llama 2 1B": 1_004_348_928}
 
@@ -175,7 +175,7 @@ def test_planned_model_has_the_published_parameter_count(name):
 
 
 def test_streamed_benchmark_counts_two_copies_of_each_block_except_one_within_20_percent(tmp_path):
-    """Runs the row `link` with one micro-batch, which takes only seconds. Rows with more micro-batches count bytes in
+    """Runs only the row `link` with one micro-batch, which takes seconds. Rows with more micro-batches count bytes in
     the same way."""
     command = [sys.executable, "-m", "benchmarks.streamed", "--row", "link", "1"]
     row = subprocess.run(
@@ -191,8 +191,8 @@ def test_streamed_benchmark_counts_two_copies_of_each_block_except_one_within_20
 
 
 def measured_quality():
-    """Returns {precision or optimizer: bits per byte above fp32 or AdamW}, and the range of bits per byte of fp32
-    over its seeds."""
+    """Returns ({name: increase in bits per byte}, spread of fp32's bits per byte across seeds). The increase of a
+    precision is over fp32. The increase of an optimizer is over AdamW, both with bf16-master."""
     rows = {name: figures["new"] for name, figures in stored("quality")["rows"].items()}
     plain = {seed: rows[f"precision=32 seed={seed}"] for seed in SEEDS}
     lost = {

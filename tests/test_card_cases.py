@@ -1,5 +1,5 @@
 """Tests `python -m benchmarks.card` without a card: how a case ends, stored results, timed blocks, the page, and a
-rehearsal on a CPU."""
+rehearsal of every case on a CPU."""
 
 import inspect
 import json
@@ -69,8 +69,8 @@ def test_environment_of_a_benchmark_case_drops_user_allocator_settings_and_keeps
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Returns a function that runs the command with three made-up cases: (arguments) -> (exit code, names of the cases
-    begun). Cases are recorded instead of started as processes."""
+    """Returns a function (arguments) -> (exit code, names of the cases that were begun), which runs the command with
+    three made-up cases. The cases start no processes."""
     began, results = [], {}
     monkeypatch.setattr(cases, "CASES", tuple(Case(name, 30, f"made_up:{name}") for name in "abc"))
     monkeypatch.setattr(page, "CASES", cases.CASES)
@@ -229,7 +229,8 @@ def test_stored_predictions_of_the_benchmark_have_the_overrides_of_every_recipe(
 
 
 def test_benchmark_cases_with_deterministic_runs_set_the_cublas_workspace():
-    """torch reads the variable once per process, possibly in an earlier run without deterministic=true."""
+    """torch reads the variable only once per process, which may happen in an earlier run without deterministic=true. So
+    the environment of the case must set the variable."""
     source = {
         one.name: inspect.getsource(getattr(import_module(m), f))
         for one in cases.CASES
@@ -244,7 +245,7 @@ def test_benchmark_cases_with_deterministic_runs_set_the_cublas_workspace():
 
 
 class Clock(Here):
-    """A machine that records each synchronization with the device."""
+    """A machine that records every synchronization with the device."""
 
     def settle(self):
         waited.append(self)
@@ -328,7 +329,7 @@ def test_flops_per_token_are_6_per_trained_and_4_per_frozen_weight_plus_attentio
     block = 2 * d * 64 + 2 * d * 32 + 3 * d * 128 + 2 * d  # q and o, k and v, the MLP, two norms
     attention = 12 * layers * width * seq_len
     every = vocabulary * d + layers * block + d
-    assert flops("1.24B, bf16") == 6 * every + attention  # tied: the embedding is also the output layer
+    assert flops("1.24B, bf16") == 6 * every + attention  # with tied weights, the embedding counts as the output layer
     assert flops("8B, resident, 8 x 2048") == 6 * every + attention  # untied: the embedding is not a matmul
     adapters = layers * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     for kind in ("LoRA", "QLoRA"):
@@ -355,7 +356,7 @@ class OnCard(Here):
 
 @pytest.fixture
 def profiled(tmp_path, monkeypatch):
-    """Returns a profiled watch as on a card, and the list of synchronization debug modes that it sets."""
+    """Returns (a `Profiled` watch that behaves as on a card, list of the synchronization debug modes that it sets)."""
     modes = []
 
     def set_mode(mode):
@@ -390,7 +391,7 @@ def test_profiled_benchmark_closed_early_restores_debug_mode_and_warnings(profil
     watch.begin()
     watch.close()
     assert modes == ["warn", "default"] and warnings.showwarning is showwarning
-    with torch.profiler.profile():  # torch refuses a second active profiler
+    with torch.profiler.profile():  # raises an error if the first profiler is still active
         pass
 
 
@@ -419,7 +420,7 @@ def test_benchmark_weights_drawn_from_a_pool_are_random_and_reproducible(here):
     one, again = drawn(), drawn()
     first, second = (layer.mlp.up_proj.weight for layer in one.model.layers)
     assert first.std().item() == pytest.approx(ours.STD, rel=0.05) and not torch.equal(first, second)
-    assert torch.equal(one.model.norm.weight, torch.ones(64))  # a norm starts at one, as in a real model
+    assert torch.equal(one.model.norm.weight, torch.ones(64))  # weights of norms are ones, as in a real model
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), again.parameters(), strict=True))
     plain = loading.load(loading.describe(run), torch.float32)
     assert not torch.equal(plain.model.layers[0].mlp.up_proj.weight, first)
@@ -516,4 +517,4 @@ def test_cpu_rehearsal_of_a_benchmark_case_fails_only_for_cuda_or_packages_and_h
         fused = row.get("by") == "TRL SFTTrainer"  # TRL sums the loss in another order, in bf16
         assert row.get("found", {}).get("losses apart", 0) < (1e-4 if fused else 1e-6), row["by"]
         if row["run"].endswith("8 x 2048") and "tokens" in row:
-            assert row["tokens"] == 8 * 16  # seq_len of a rehearsal
+            assert row["tokens"] == 8 * 16  # 16: seq_len of a rehearsal

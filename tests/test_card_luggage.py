@@ -1,4 +1,5 @@
-"""Tests the wheels that are uploaded to a machine with a card: repacking, the size limit, and missing requirements."""
+"""Tests the wheels that are uploaded to a machine with a card: repacking, the limit of their size, and missing
+requirements."""
 
 from base64 import urlsafe_b64encode
 from hashlib import sha256
@@ -13,7 +14,7 @@ LIBRARIES = [f"bitsandbytes/libbitsandbytes_{of}.so" for of in ("cpu", "cuda124"
 
 
 def made_wheel(folder: Path, name: str, version: str, files: dict[str, str], requires: tuple[str, ...] = ()) -> Path:
-    """Writes a small wheel and returns its file."""
+    """Writes a small wheel, and returns its path."""
     info = f"{name}-{version}.dist-info"
     lines = [f"Requires-Dist: {line}" for line in requires]
     files = files | {

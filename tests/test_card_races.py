@@ -1,4 +1,5 @@
-"""Tests the case "races between streams" of benchmarks/card with a stand-in for a card, and with wrong variants."""
+"""Tests the case "races between streams" of benchmarks/card with a stand-in for a card, for correct training and for
+wrong variants."""
 
 import pytest
 from benchmarks.card import races as case
@@ -56,7 +57,7 @@ def test_race_benchmark_is_right_only_with_the_expected_races_and_with_copies_on
 
 
 def test_race_benchmark_counts_reports_of_torchs_sanitizer_and_refuses_a_run_without_it(monkeypatch):
-    """Uses made-up accesses, because the sanitizer watches only CUDA tensors."""
+    """The accesses are made up, because the sanitizer watches only CUDA tensors."""
     from torch.cuda._sanitizer import CUDASanitizerErrors, cuda_sanitizer
 
     with pytest.raises(SystemExit, match="torch was imported without TORCH_CUDA_SANITIZER=1"), case._by_torch():
@@ -69,7 +70,7 @@ def test_race_benchmark_counts_reports_of_torchs_sanitizer_and_refuses_a_run_wit
     assert len(errors) == len(seen.races) == 1 and "writing to argument(s) self" in seen.races[0]
     assert seen.operators == {"1": 1, "2": 1}
     with case._by_torch():
-        raise CUDASanitizerErrors(errors)  # ends the training, but not the benchmark case
+        raise CUDASanitizerErrors(errors)  # an error that ends the training must not end the benchmark case
     handler._handle_kernel_launch(3, set(), {7}, set(), "aten::copy_", {7: ["self"]})
-    assert len(seen.races) == 1  # reports are no longer counted
+    assert len(seen.races) == 1  # reports after the end of the case are not counted
     handler.tensors_accessed.delete_tensor(7)

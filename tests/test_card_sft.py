@@ -1,4 +1,4 @@
-"""Tests that the benchmark loop with TRL's SFTTrainer has the losses and weights of a plain loop."""
+"""Tests that the benchmark loop of TRL's SFTTrainer has the losses and weights of a plain loop."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-# transformers 5.23 warns of an argument that 5.17 needs
+# transformers 5.23 warns about an argument that transformers 5.17 needs
 pytestmark = [pytest.mark.docs, pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")]
 STEPS, PARTS, ROWS, T, VOCABULARY = 3, 2, 2, 8, 32
 
@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 
 class Losses:
-    """A stand-in for the watch of a benchmark, which sums the micro-batch losses of each step."""
+    """Stands in for the watch of a benchmark. `of_steps` has the sum of the micro-batch losses of each step."""
 
     def __init__(self) -> None:
         self.of_steps: list[float] = []

@@ -1,4 +1,4 @@
-"""Tests that cached configs of tests equal the configs that Hydra composes."""
+"""Tests that the configs that tests cache equal the configs that Hydra composes."""
 
 import pytest
 from hydra._internal import config_loader_impl
@@ -26,7 +26,7 @@ TYPED = (
 
 
 def outcome(lines):
-    """Returns the config with Hydra's keys, or the text of an error."""
+    """Returns the config as YAML, including Hydra's keys, or the `repr` of the error."""
     try:
         return OmegaConf.to_yaml(typed_lines.composed.now(lines, "config", True))
     except Exception as error:
@@ -44,12 +44,12 @@ def by_hydra(monkeypatch):
 
 
 def test_cached_test_config_equals_the_config_of_hydra(by_hydra):
-    assert [outcome(lines) for lines in TYPED] == by_hydra  # may fill the cache
+    assert [outcome(lines) for lines in TYPED] == by_hydra  # fills the cache if it is empty
     assert [outcome(lines) for lines in TYPED] == by_hydra  # read from the cache
 
 
 def test_config_cached_without_its_choices_differs_from_the_config_of_hydra(by_hydra, monkeypatch):
-    """Wrong on purpose: the cache key is the number of files instead of their names."""
+    """Wrong on purpose: the cache key is the number of yaml files instead of their names."""
     monkeypatch.setattr(composing, "_merged", {})
     monkeypatch.setattr(composing.KeptList, "key", property(len, lambda *_: None), raising=False)
     assert [outcome(lines) for lines in TYPED] != by_hydra

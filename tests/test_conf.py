@@ -24,9 +24,9 @@ CONF = ROOT / "conf"
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
 TECHNIQUES = ("precision", "optim", "accumulation", "gradient_checkpointing", "compile")
 TECHNIQUES += ("weights", "loss", "adapter")
-# The pages that list choices: a technique has a row on one of them.
+# The pages that list choices. Each technique has a table row on one of these pages.
 LISTS = {page: (ROOT / page).read_text() for page in ("README.md", "docs/techniques.md")}
-# The names in the first cell of each table row; several choices may share a row.
+# All names in the first cells of table rows. A row may list several choices.
 NAMED = [
     name
     for text in LISTS.values()
@@ -35,7 +35,7 @@ NAMED = [
 ]
 
 
-# Overrides that a user has to type with a choice.
+# choice -> overrides that a user must type with it
 GIVEN = {
     "data=text": ["data.path=x"],
     "data=jsonl": ["data.path=x"],
@@ -112,7 +112,7 @@ def test_every_target_class_in_conf_is_in_the_package_or_a_dependency():
 @pytest.mark.parametrize("optim", [choice for group, choice in CHOICES if group == "optim"])
 def test_comment_of_an_optimizer_names_the_lr_factor_with_the_lowest_measured_loss(optim):
     measured = json.loads((ROOT / "benchmarks" / "results" / "learning_rates.json").read_text())["rounds"]
-    # paging changes where the state is, not the result
+    # paging changes where the optimizer state is stored, not the result
     same = {"paged_adamw32bit": "adamw"}.get(optim, optim)
     losses = {name.split(" x ")[1]: one[0]["val_loss"] for name, one in measured.items() if name.split()[0] == same}
     if not losses:
@@ -160,7 +160,7 @@ def test_out_of_memory_advice_suggests_only_unused_techniques_that_compose():
     ],
 )
 def test_model_of_conf_has_the_parameter_count_of_the_published_model(model, millions):
-    """Built on the meta device. The expected counts come from the published checkpoints."""
+    """The model is built on the meta device. The expected counts come from the published checkpoints."""
     import torch
 
     from lowmem.config.schema import Model
@@ -189,12 +189,14 @@ def test_preset_composes_states_its_measurement_and_yields_to_typed_overrides(pr
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("line", ["accumulation=none", "loss=full", "data=random", "model=tiny"])
 def test_choice_typed_beside_a_preset_drops_keys_that_the_preset_sets_in_this_group(preset, line):
-    """If another choice is typed, keys of the preset's own choice, such as accumulation.size, are dropped."""
+    """For example, accumulation=none must drop the key accumulation.size of a preset with
+    accumulation=effective_batch."""
     group, experiment = line.split("=")[0], OmegaConf.load(CONF / "experiment" / f"{preset}.yaml")
     cfg = typed_lines.composed([f"experiment={preset}", line, "seq_len=128"])
     plainly, hydras = typed_lines.composed([line]), typed_lines._composed([f"experiment={preset}", line])
     check(settled(cfg), {})
-    kept = {f"override /{group}": line.split("=")[1]} in experiment.defaults  # the preset makes the typed choice itself
+    # If the preset makes the typed choice itself, its keys stay.
+    kept = {f"override /{group}": line.split("=")[1]} in experiment.defaults
     same = OmegaConf.to_container(cfg[group]) == OmegaConf.to_container((hydras if kept else plainly)[group])
     assert same
 
@@ -217,7 +219,6 @@ def unresolved(cfg):
     ids=lambda lines: " ".join(lines) or "none",
 )
 def test_choice_typed_beside_several_experiments_wins_and_keeps_keys_of_experiments_with_this_choice_only(lines, kept):
-    """Keys of the typed choice come only from experiments that make this choice."""
     cfg = typed_lines.composed([*lines, "model=tiny", "seq_len=128"])
     check(settled(cfg), {})
     assert unresolved(cfg) == unresolved(typed_lines.composed([*lines[1:], *kept]))

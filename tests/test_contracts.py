@@ -1,4 +1,4 @@
-"""Tests base classes of data sources and losses: objects of other classes are refused, and optional members have
+"""Tests the base classes of data sources and losses: an object of another class is refused, and optional members have
 defaults."""
 
 from functools import partial
@@ -55,7 +55,7 @@ def test_only_losses_with_a_verify_method_are_marked_as_computing_their_own_logi
 
 @pytest.mark.parametrize("made", [nn.Linear(1, 1), SimpleNamespace(verify=print)], ids=["module", "with verify"])
 def test_object_that_is_not_a_loss_is_refused(made):
-    """Otherwise `verify` of the object would not be called, and its buffers would not be saved."""
+    """If such objects were accepted, their `verify` would not be called, and their buffers would not be saved."""
     with pytest.raises(
         Refused, match=r"is not a loss\. Derive it from Loss of lowmem\.techniques\.loss\.cross_entropy"
     ):

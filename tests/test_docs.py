@@ -1,5 +1,5 @@
 """Tests docs/add-a-technique.md by following it in a copy of the repository: an optimizer, a checkpointing policy and a
-precision are added, and the tests of the copy pass."""
+precision are added, and tests that depend on the techniques pass in the copy."""
 
 import os
 import re
@@ -22,7 +22,8 @@ PARTS += ("AGENTS.md", "train.py", "plan.py", "compare.py", "requirements.txt", 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """Returns a copy of the repository with all code blocks of the page applied, except its commands."""
+    """Returns a copy of the repository with the code blocks of the page applied: new files, appended code and inserted
+    table rows."""
     folder = tmp_path_factory.mktemp("copy")
     for part in PARTS:
         (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, folder / part)
@@ -70,15 +71,15 @@ NEW = ("optim=unit", "gradient_checkpointing=every_other", "precision=bf16-odd")
 
 
 def test_techniques_added_as_documented_pass_the_tests_of_declared_memory_and_their_own_tests(copy):
-    """A quick part of the next test."""
+    """A faster subset of the next test."""
     where = ("test_saves.py", "techniques/optim/test_unit.py", "techniques/precision/test_odd.py")
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
     assert code == 0 and all(f"saves_the_memory_that_it_declares[{name}]" in said for name in NEW), said
 
 
 def test_techniques_added_as_documented_pass_the_tests_generated_from_conf(copy):
-    """Some of these tests are generated for each technique, others are listed on the page. Wrong variants of the former
-    need `-m matrix`."""
+    """Some of these tests are generated for each technique, and others are listed on the page. The wrong variants among
+    the generated tests need `-m matrix`."""
     own = "techniques/optim", "techniques/precision/test_odd.py"
     where = ("test_conf.py", "test_parity.py", "test_saves.py", "test_resume.py", *own)
     code, said = run(copy, command("python -m pytest"), "-rA", *(f"tests/{name}" for name in where))
@@ -100,7 +101,7 @@ def test_techniques_added_as_documented_pass_the_tests_generated_from_conf(copy)
         assert any(proof in line for line in passed), proof
 
 
-# file, omitted text, test that must fail, words of its message
+# (file, omitted text, test that must fail, words in the output of this test)
 LEFT_OUT = [
     (
         "docs/techniques.md",
@@ -126,7 +127,7 @@ LEFT_OUT = [
 
 @pytest.mark.parametrize(("name", "left_out", "tests", "says"), LEFT_OUT, ids=[name for name, *_ in LEFT_OUT])
 def test_omitted_step_of_the_page_on_adding_techniques_fails_a_test_that_names_it(copy, name, left_out, tests, says):
-    """Wrong on purpose: a step is omitted. The failing test says what to add, and where."""
+    """Wrong on purpose: a step of the page is omitted. The failing test must say what to add, and where."""
     file = copy / name
     page = file.read_text()
     assert page.count(left_out) == 1
@@ -138,12 +139,12 @@ def test_omitted_step_of_the_page_on_adding_techniques_fails_a_test_that_names_i
         file.write_text(page)
 
 
-# Test files that read lists of techniques, conf/, the source or the pages depend on a new technique.
+# A new technique can change the results of test files that read lists of techniques, conf/, the source or the pages.
 READS_TECHNIQUES = re.compile(r"\bCHOICES\b|\btechniques\(|\b(CONF|SOURCE|DOCS)\b|lowmem\.config\.refusals")
 
 
 def test_make_test_passes_after_techniques_are_added_as_documented(copy, small):
-    """Runs the units and seams of the test files that depend on the lists of techniques."""
+    """Runs the command of `make test` only on the test files that a new technique can affect."""
     typed = command("python train.py")
     code, said = run(copy, typed, *(line for line in small if not line.startswith("lr=")))
     assert code == 0, said
@@ -154,7 +155,7 @@ def test_make_test_passes_after_techniques_are_added_as_documented(copy, small):
         assert code == 0, said
     assert "| precision=bf16-odd | weights=streamed" in (copy / "docs" / "techniques.md").read_text()
     files = [file for file in (copy / "tests").rglob("test_*.py") if READS_TECHNIQUES.search(file.read_text())]
-    files.remove(copy / "tests" / "test_docs.py")  # this file would follow the page again
+    files.remove(copy / "tests" / "test_docs.py")  # would follow the page again in the copy
     assert {"test_conf.py", "test_parity.py", "test_trace.py", "test_readme.py"} <= {file.name for file in files}
     code, said = run(copy, make_test(), *map(str, files))
     assert code == 0, said[-20000:]

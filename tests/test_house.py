@@ -32,7 +32,7 @@ RIGHT = [
 
 @pytest.fixture
 def found(tmp_path):
-    """Returns a function: (line of code) -> the reported violations."""
+    """Returns a function (right side of an assignment) -> violations that are reported for this line of code."""
 
     def write(line):
         (tmp_path / "ours.py").write_text(OURS)

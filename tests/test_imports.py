@@ -7,7 +7,7 @@ import pytest
 
 from conftest import ROOT
 
-# From the lowest layer up: a folder of src/lowmem may import from itself and from the folders before it.
+# Folders of src/lowmem from the lowest layer up. A folder may import from itself and from the folders before it.
 ROOMS = (
     *("system", "memory", "config", "data", "model", "step", "offload", "techniques"),
     *("report", "saving", "training", "plan", "fit", "command"),
@@ -15,7 +15,7 @@ ROOMS = (
 
 
 def imports(source: Path) -> dict[str, set[str]]:
-    """Returns the modules of lowmem that each module imports, anywhere in its file."""
+    """Returns {module: modules of lowmem that it imports, at the top level or inside functions}."""
     files = {_name(file, source): file for file in source.rglob("*.py")}
     return {name: _imported(name, file, files.keys()) for name, file in files.items()}
 
@@ -36,8 +36,8 @@ def _imported(name, file, known):
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Returns the modules of an import cycle, or an empty list. Each module imports the next, and the last imports the
-    first."""
+    """Returns the modules of an import cycle, or an empty list if there is none. Each module of the cycle imports the
+    next, and the last module imports the first."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> list[str]:
@@ -53,12 +53,12 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def room(module: str) -> int:
-    """Returns the index of the folder of `lowmem.<folder>.<...>` in ROOMS."""
+    """Returns the index in ROOMS of the folder of a module `lowmem.<folder>...`."""
     return ROOMS.index(module.split(".")[1])
 
 
 def upwards(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """Returns (module, imported module) for each import from a folder above."""
+    """Returns (module, imported module) for each import from a higher folder."""
     inside = {name: {other for other in others if "." in other} for name, others in graph.items() if "." in name}
     pairs = {(name, other) for name, others in inside.items() for other in others if name.startswith("lowmem.")}
     return {(name, other) for name, other in pairs if room(other) > room(name)}

@@ -1,5 +1,5 @@
 """Tests `make test-kernels`: each setting changes at most one variable besides the thread count, settings that the
-processor lacks are reported, and the command fails if the tests fail with any setting."""
+processor does not support are reported, and the command fails if tests fail with any setting."""
 
 import re
 import subprocess
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.docs
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Returns a function: (the setting that fails, if any) -> exit code. `ran.settings` has the environments, and
-    `ran.marks` the expression that selects the tests."""
+    """Returns a function (setting with which the tests fail, or "") -> exit code. After a call, `ran.settings` has the
+    variables of each started pytest, and `ran.marks` the expression that selects tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
 
     def run(failing="", units=("avx2",), shard="1/1"):

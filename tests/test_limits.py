@@ -1,4 +1,5 @@
-"""Tests that each test has a time limit, and that each process started by a test has one."""
+"""Tests that each test has a time limit, and that each call that starts a process or waits for its output has a
+timeout."""
 
 import ast
 import os
@@ -31,7 +32,7 @@ def test_hanging_test_is_ended_at_its_time_limit_with_its_stack_and_other_tests_
 
 
 def without_limit(code: str) -> list[int]:
-    """Returns the numbers of the lines that start a process, or wait for its output, without a timeout."""
+    """Returns the line numbers of the calls of STARTS and `communicate` that have no timeout."""
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     names = [(call, ast.unparse(call.func)) for call in calls]
     waits = [call for call, name in names if name in STARTS or name.endswith(".communicate")]

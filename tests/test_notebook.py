@@ -1,4 +1,4 @@
-"""Tests examples/prove_on_a_t4.ipynb: it runs without a card, and its assertions fail if a claim is wrong."""
+"""Tests examples/prove_on_a_t4.ipynb: it runs without a card, and its assertions fail if one of its claims is wrong."""
 
 import ast
 import json
@@ -61,8 +61,12 @@ def test_notebook_run_on_a_card_is_not_refused(monkeypatch, weights):
 
 
 def two_runs(folder, change=lambda weights: None, **summary):
-    """Returns the variables of the notebook after two runs. Args: change: may change the weights of the second run;
-    summary: replaces values in the summaries of both runs."""
+    """Returns the variables that the notebook has after two runs.
+
+    Args:
+        change: function that changes the weights of the second run in place.
+        summary: values that replace values in the summaries of both runs.
+    """
     runs = {}
     for name, held in (("streamed", 10), ("resident", 30)):
         weights = {"a": torch.ones(4), "b": torch.ones(2)}
@@ -140,7 +144,8 @@ def test_notebook_fails_if_reserved_memory_on_a_card_exceeds_the_limit(tmp_path,
 
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
-    """Returns a function that runs all cells in a kernel: (code, its replacement) -> the cells with their outputs."""
+    """Returns a function (code, its replacement) -> cells with their outputs, which replaces this code and runs all
+    cells in a kernel."""
     why = "pip install -e '.[dev]' installs what runs a notebook"
     nbclient = pytest.importorskip("nbclient", reason=why)
     pytest.importorskip("ipykernel", reason=why)
@@ -169,7 +174,6 @@ def test_notebook_runs_without_a_card_and_shows_both_pictures(execute):
 
 
 def test_notebook_fails_if_the_seed_of_one_run_differs(execute):
-    """Wrong on purpose: one run has another seed."""
     from nbclient.exceptions import CellExecutionError
 
     with pytest.raises(CellExecutionError) as raised:

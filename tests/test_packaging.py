@@ -1,5 +1,5 @@
-"""Tests that version ranges, pinned versions and the conda environment agree, and that bad releases and generated files
-are excluded."""
+"""Tests that version ranges, pinned versions and the conda environment agree, that malicious releases are excluded, and
+that ignored files are not committed."""
 
 import re
 import subprocess

@@ -1,4 +1,5 @@
-"""Tests that a pairwise selection of a matrix contains every pair of values, in few rows."""
+"""Tests that a pairwise selection of rows from a matrix contains every pair of values, in about as few rows as
+possible."""
 
 from itertools import combinations, product
 

@@ -1,8 +1,8 @@
-"""Tests every technique, and every pair of techniques of two groups, against the oracle (plain fp32 PyTorch). The tests
-are generated from conf/.
+"""Tests that every technique, and every pair of techniques from two groups that is not refused, equals the oracle
+(plain fp32 PyTorch) within its tolerance. The tests are generated from conf/.
 
-A new choice in conf/ is tested alone and with every choice of the other groups. Its allowed deviation is in
-tolerances.py, and an optimizer that is not AdamW needs its update rule in oracle.py.
+A new choice in conf/ is tested alone and with every choice of the other groups. tolerances.py must state its allowed
+deviation, and an optimizer other than AdamW needs its update rule in oracle.py.
 """
 
 from functools import reduce
@@ -27,10 +27,10 @@ from tolerances import PAIRS as PREFERENCES
 pytestmark = pytest.mark.kernels
 
 
-# compiled choices are tested with one shape, below
+# choices whose optimizer is compiled are tested with one shape, at the end of this file
 CHOICES = [choice for choice in parity.CHOICES if choice not in parity.COMPILED] + ["optim.in_backward=true"]
 PAIRS = [(a, b) for a, b in combinations(CHOICES, 2) if a.split("=")[0] != b.split("=")[0]]
-# Recipes of experiments, and other common combinations on a card.
+# Combinations in experiments, and other combinations that are common on a card.
 MIXED = (
     "precision=16-master optim=adamw8bit gradient_checkpointing=every_layer loss=chunked accumulation=fixed",
     "precision=bf16-master optim=adamw8bit gradient_checkpointing=offload loss=chunked accumulation=effective_batch",
@@ -83,7 +83,7 @@ def test_compiled_blocks_with_a_memory_budget_equal_the_oracle(config, policy):
     assert within(found, allowed("compile.activation_memory_budget")), found
 
 
-@pytest.mark.gpu  # on a CPU inductor takes half a minute, and test_blocks.py runs it
+@pytest.mark.gpu  # on a CPU, inductor takes half a minute, and test_blocks.py covers it
 def test_activation_memory_budget_with_inductor_on_a_card_equals_the_oracle(config):
     found = deviations(config, "compile=blocks", overrides=[*parity.BUDGET, "compile.backend=inductor", "device=cuda"])
     assert within(found, allowed("compile.activation_memory_budget", on_card=True)), found
@@ -174,7 +174,7 @@ WRONG = (short_window_divided_by_the_full_one, last_micro_batch_dropped, norms_d
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("technique", CHOICES)
 def test_wrong_variant_of_a_technique_exceeds_the_tolerance(config, technique, wrong, monkeypatch):
-    alone = technique in ("accumulation=none", "optim.in_backward=true")  # windows of one micro-batch
+    alone = technique in ("accumulation=none", "optim.in_backward=true")  # their windows have one micro-batch
     if alone and wrong is last_micro_batch_dropped:
         pytest.skip("one micro-batch cannot be dropped from a window of one")
     if wrong is norms_decay and not parity.trains_vectors(config(*parity.overrides(technique), base=())):
@@ -203,7 +203,8 @@ def test_loss_without_the_last_micro_batch_exceeds_the_loss_tolerance_of_every_p
 
 @pytest.mark.parametrize("loss", [choice for choice in CHOICES if choice in PREFERENCES])
 def test_preference_loss_with_exchanged_answers_exceeds_the_tolerance_of_every_precision(config, monkeypatch, loss):
-    """Wrong on purpose: chosen and rejected answers are exchanged, so update and loss differ."""
+    """Wrong on purpose: chosen and rejected answers are exchanged, so both the update and the loss must exceed the
+    tolerance."""
     kind = preference.KTO if loss == "loss=kto" else preference.PreferenceLoss
     right = kind.answers
 
@@ -220,7 +221,8 @@ def test_preference_loss_with_exchanged_answers_exceeds_the_tolerance_of_every_p
 
 
 def test_loss_summed_in_bf16_exceeds_the_tolerance_of_bf16_true(config, monkeypatch):
-    """Every addition is rounded to bf16. If only the final sum were rounded, the error could be small by chance."""
+    """Wrong on purpose: every addition is rounded to bf16. If only the final sum were rounded, the error could be small
+    by chance."""
 
     def full(model, batch):
         logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)

@@ -1,4 +1,5 @@
-"""Tests the drawn pictures of docs/: they are current and readable, and their overrides and folders exist."""
+"""Tests the drawn pictures of docs/: the committed files are current and readable, and the overrides and folders in
+them exist."""
 
 import json
 import re
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.docs
 
 NAMES = [*pictures.PICTURES]
 SVG = "{http://www.w3.org/2000/svg}"
-# wider than the fonts that browsers use for system-ui, so a text that fits in this font also fits in those fonts
+# Wider than the fonts that browsers use for system-ui: a text that fits with this font also fits with those fonts.
 FONTS = {
     (mono, bold): font_manager.get_font(
         font_manager.findfont(
@@ -50,7 +51,7 @@ class Placed(NamedTuple):
 
 
 def texts(svg: str) -> list[Placed]:
-    """Returns every text of a picture with its bounding box."""
+    """Returns all texts of a picture with their bounding boxes."""
     return [placed(node) for node in ET.fromstring(svg).iter(f"{SVG}text")]
 
 
@@ -65,7 +66,7 @@ def placed(node) -> Placed:
 
 
 def unreadable(svg: str) -> list[str]:
-    """Returns a message for each text that leaves the picture, overlaps another text, or is too small."""
+    """Returns a message for each text that exceeds the picture, overlaps another text, or is too small."""
     found, height = texts(svg), float(ET.fromstring(svg).get("height"))
     wrong = [f"{t.words}: outside" for t in found if t.left < 8 or t.right > WIDTH - 8 or t.bottom > height - 4]
     for one, other in combinations(found, 2):
@@ -76,7 +77,7 @@ def unreadable(svg: str) -> list[str]:
 
 
 def unknown(svg: str) -> list[str]:
-    """Returns overrides that conf/ does not know."""
+    """Returns the overrides in a picture that conf/ does not know."""
     return [wrong for text in texts(svg) for wrong in pages.unknown_keys(f"`{text.words}`")]
 
 
@@ -122,7 +123,8 @@ def test_check_of_documentation_pictures_finds_overlaps_and_unknown_overrides():
 
 @pytest.mark.parametrize("symptom", pictures.SYMPTOMS, ids=lambda symptom: symptom.title)
 def test_overrides_in_the_picture_of_symptoms_are_not_refused(symptom):
-    """The second overrides are added to the first, or replace overrides of the same keys."""
+    """Checks the first overrides alone, and then with the second overrides, which replace first overrides of equal
+    keys."""
     (first, _), (second, _) = symptom.words
     both = dict(word.split("=", 1) for word in f"{first} {second}".split())
     if "weights" in both:  # streamed weights need masters and recomputed blocks

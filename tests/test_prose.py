@@ -1,4 +1,4 @@
-"""Tests that prose.py finds names without meaning, and phrases that are not plain English."""
+"""Tests that prose.py finds names that say nothing and phrases that are not plain English."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_prose_check_refuses_test_names_without_a_subject_or_a_noun(tmp_path, na
 
 
 REMARK = ["The path is no folder.", "The rules are those of torch.", "It has as many as the model."]  # one per rule
-PLACES = {  # source with a remark -> the line of the remark
+PLACES = {  # source with a place for a remark -> line of the remark
     'def f():\n    """{}"""\n': 2,
     '"""First line.\n\n    {}\n"""\n': 3,
     "x = 1  # {}\n": 1,

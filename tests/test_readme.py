@@ -1,4 +1,4 @@
-"""Tests README.md and docs/: their commands run, and their names, files and figures exist."""
+"""Tests README.md and docs/: their commands run, and their names, files and figures exist and are current."""
 
 import inspect
 import json
@@ -28,7 +28,7 @@ TEXT = README.read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [README, *DOCS]
 EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-# docs/add-a-technique.md is followed in a copy of the repository: test_docs.py
+# test_docs.py follows docs/add-a-technique.md in a copy of the repository
 FOLLOWED = ROOT / "docs" / "add-a-technique.md"
 COMMANDS = list(dict.fromkeys(c for page in PAGES if page != FOLLOWED for c in pages.commands(page.read_text())))
 
@@ -76,7 +76,8 @@ WORDS = ("we", "think", "that", "a", "day", "is", "too", "short", "for", "what",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Returns the working folder of a new user, with text files and the runs that the pages name by date."""
+    """Returns the working folder of a new user. It contains text files, and the runs whose dated folders the pages
+    name."""
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "notes").mkdir()
     for name in ("examples", "docs"):  # as in the repository
@@ -85,7 +86,7 @@ def folder(tmp_path_factory):
         thoughts = random.Random(number).choices(WORDS, k=20_000)
         (folder / "notes" / f"{number}.txt").write_text(" ".join(thoughts))
     day = "2026-01-31"
-    quick = ("val_sequences=16", "plan=off")  # a full evaluation would take most of a run of one step
+    quick = ("val_sequences=16", "plan=off")  # a full evaluation would take longer than one step
     as_typed(f"python train.py max_steps=1 hydra.run.dir=outputs/{day}/12-00-00", folder, *quick)
     as_typed(f"python train.py max_steps=1 hydra.run.dir=outputs/{day}/13-00-00", folder, *quick)
     as_typed(f"python train.py -m max_steps=1,2 hydra.sweep.dir=multirun/{day}/12-00-00", folder, *quick)
@@ -112,7 +113,8 @@ def says_only(command: str) -> bool:
 
 
 def with_choices(command: str) -> str:
-    """Returns a command with the choices of its experiment appended, except groups that the command types itself."""
+    """Returns the command followed by the choices of its experiment, except choices of groups that the command types
+    itself."""
     named = re.search(r"experiment=(\w+)", command)
     preset = ROOT / "conf" / "experiment" / f"{named[1]}.yaml" if named else None
     chosen = re.findall(r"override /(\w+): (\S+)", preset.read_text()) if preset and preset.exists() else []
@@ -120,7 +122,8 @@ def with_choices(command: str) -> str:
 
 
 def beside(command: str) -> list[str]:
-    """Returns the overrides that shorten a training command to two steps; an empty list for other commands."""
+    """Returns the overrides that limit a training command to two steps, with a small model if the command names
+    published weights. Returns an empty list for other commands."""
     command = with_choices(command)
     if "train.py" not in command or "sweep.resume" in command or says_only(command):
         return []
@@ -161,7 +164,7 @@ def python_block(start: str) -> str:
 
 
 def test_documented_optuna_example_reads_the_loss_of_each_trial(folder, monkeypatch):
-    """optuna is not installed, so a stand-in runs one trial."""
+    """A stand-in for optuna, which is not a dependency, runs one trial."""
     lines = ["max_steps=2", "val_sequences=16"]
     losses = []
 
@@ -180,7 +183,7 @@ def test_documented_optuna_example_reads_the_loss_of_each_trial(folder, monkeypa
 
 
 def test_documented_notebook_example_trains_and_writes_a_summary(tmp_path, small, monkeypatch):
-    """The block of the page runs with a smaller model and another folder."""
+    """The Python block of the page is run with a smaller model and another folder."""
     import hydra
 
     block = python_block("from hydra")
@@ -256,7 +259,8 @@ def test_page_checkers_find_a_planted_error(checker, wrong):
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_page_checkers_find_a_single_changed_digit_of_a_documented_table(page):
-    """Every table below a mark is compared up to its last cell."""
+    """Changes the last digit of every table below a mark, which shows that tables are compared up to their last
+    number."""
     text = page.read_text()
     for mark in re.finditer(r"<!-- table .*-->\n((?:\|.*\n)+)", text):
         at = max(n for n in range(mark.start(1), mark.end(1)) if text[n].isdigit())
@@ -265,7 +269,7 @@ def test_page_checkers_find_a_single_changed_digit_of_a_documented_table(page):
 
 
 def test_result_tables_on_the_pages_stand_below_a_mark_with_their_file():
-    """The mark makes `python -m benchmarks.pages` update the table."""
+    """`python -m benchmarks.pages` updates only tables below such a mark."""
     for page, results in {
         "techniques": ["techniques"],
         "planner": ["plans"],
@@ -299,7 +303,7 @@ def test_pairs_stored_as_refused_in_techniques_json_equal_the_refused_pairs_of_t
     pairs = {frozenset((one, other)) for one, others in found["refused"].items() for other in others}
     assert (
         pairs == {pair for pair in REFUSED_PAIRS if pair <= ROWS.keys()} and len(pairs) > 10
-    )  # default choices have no row
+    )  # without pairs of a default choice, which has no row
 
 
 def test_planner_page_states_the_accuracy_of_plan_time_results_and_the_rates_of_the_code():
@@ -360,8 +364,8 @@ def test_charts_named_in_readme_and_docs_are_logged_by_a_run(fit, monkeypatch):
 
 
 def test_first_two_readme_commands_learn_more_than_a_trigram_model(folder):
-    """The commands run without further overrides. Both reach less than 80 % of a trigram model's bits per byte, and
-    differ by less than 1 %."""
+    """The commands run without further overrides. Both runs must need less than 80 % of the bits per byte of the
+    trigram model, and differ from each other by at most 1 %."""
     from benchmarks.trigram import trigram_bits_per_byte
 
     from lowmem.data.sources.text_files import stdlib

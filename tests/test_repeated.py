@@ -1,4 +1,4 @@
-"""Tests that repeated.py finds repeated code, and only repeated code."""
+"""Tests that repeated.py finds repeated code, and does not report places that share little code."""
 
 import pytest
 
@@ -36,7 +36,8 @@ FORMATTED = 'def told(a):\n    a = f"{a}"\n    b = f"{a:>{a}}"\n    c = b + f"c"
 
 @pytest.fixture
 def found(tmp_path):
-    """Returns a function: (text of a.py, text of b.py) -> the pairs of places with equal code."""
+    """Returns a function (text of a.py, text of b.py) -> {"text": pairs of places with equal text, "shape": pairs of
+    places with equal shapes but different text}."""
 
     def write(first, second):
         for name, source in (("a.py", first), ("b.py", second)):

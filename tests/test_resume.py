@@ -1,5 +1,5 @@
-"""Tests that a run that is stopped at several places and resumed equals the unbroken run bit by bit, for every
-optimizer, precision, adapter and weights=streamed, with dropout."""
+"""Tests that a run that is stopped at several places and resumed each time equals the unbroken run bit by bit: with
+each optimizer, precision and adapter and with weights=streamed, all with dropout."""
 
 import pytest
 
@@ -17,13 +17,13 @@ EVERY = [
 ]
 EACH = [pytest.param(t, marks=pytest.mark.matrix if t in COMPILED else []) for t in EVERY]
 
-# 12 sequences, one per micro-batch, and five micro-batches per window: the windows of an epoch have 5, 5 and 2.
+# 12 sequences, one per micro-batch, and at most five micro-batches per window, so an epoch has windows of 5, 5 and 2.
 SEQUENCES, WINDOWS = 12, [5, 5, 2, 5, 5, 2, 5]
 RUN = (
     *("accumulation=fixed", "accumulation.batches=5", "batch_size=1", f"max_steps={len(WINDOWS)}", "save_every=1"),
     *("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1", "lr=1e-2", "val_sequences=1"),
 )
-# (completed windows, completed micro-batches of the next window) when the process dies
+# place of a stop -> (completed windows, completed micro-batches of the next window)
 DEATHS = {
     "after micro-batch 1": (1, 1),
     "after micro-batch 1 of the short window": (2, 1),
@@ -35,13 +35,13 @@ DEATHS = {
 
 
 class Died(Exception):
-    """Raised where the process dies."""
+    """Raised where the process would die."""
 
 
 @pytest.fixture
 def life(fit, monkeypatch):
-    """Returns a function that trains until the run dies or ends. It appends the sequences of each window to `consumed`,
-    and returns the folder of a run that ends."""
+    """Returns a function that trains until the run dies or ends, and appends the sequences of each completed window to
+    `consumed`. For a run that ends, the function returns its folder."""
     from lowmem.data.packing import Joined
 
     monkeypatch.setattr(Joined, "__len__", lambda self: min(self.count, SEQUENCES))
@@ -118,7 +118,7 @@ def test_run_killed_six_times_without_a_compiler_equals_the_unbroken_run(life, t
 def test_resume_without_random_states_or_optimizer_state_gives_different_weights(
     life, tmp_path, monkeypatch, forgotten
 ):
-    """Wrong on purpose: random states or optimizer state are not restored."""
+    """Wrong on purpose: either the random states or the optimizer state are not restored."""
     from lightning.pytorch.trainer.connectors import checkpoint_connector
 
     unbroken = []
@@ -134,7 +134,7 @@ def test_resume_without_random_states_or_optimizer_state_gives_different_weights
     assert not same(last(whole)["state_dict"], last(again)["state_dict"])
 
 
-# Matrices of 256 x 768 are large enough to have their state paged (bitsandbytes pages from 100,000 elements).
+# The state of matrices of 256 x 768 is paged: bitsandbytes pages the state of 100,000 elements and more.
 ON_A_CARD = {"precision=32": [], "precision=bf16-sr": [], "precision=16-master": [], "precision=16": []}
 ON_A_CARD["optim=paged_adamw8bit"] = ["model.architecture.n_embd=256"]
 
@@ -145,7 +145,7 @@ ON_A_CARD["optim=paged_adamw8bit"] = ["model.architecture.n_embd=256"]
 def test_resumed_run_equals_the_unbroken_run_only_if_random_states_are_restored(
     fit, tmp_path, monkeypatch, deterministic, technique, forgetful, device
 ):
-    """The device draws the dropout masks. Wrong on purpose (forgetful=True): random states are not restored."""
+    """Dropout masks are drawn on the device. Wrong on purpose (forgetful=True): random states are not restored."""
     lines = (technique, *RUN, *ON_A_CARD[technique], f"device={device}")
     _, whole = fit(*lines, folder="whole")
     fit(*lines, "max_steps=3", f"scheduler.total_steps={len(WINDOWS)}", folder="part")

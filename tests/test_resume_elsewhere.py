@@ -1,8 +1,7 @@
-"""Tests runs of several processes: resume, mostly with another strategy or number of processes, and failed saves.
+"""Tests runs of several processes: failed saves, and resume, mostly with another strategy or number of processes.
 
-A run that is resumed elsewhere saves its state before its first step, and this state must equal the checkpoint bit by
-bit. Then the run trains on the rows of the uninterrupted run, mostly in fp64, so only the order of sums differs between
-the two runs.
+A resumed run saves its state before its first step, and this state must equal the checkpoint bit by bit. Then the run
+trains on the rows of the unbroken run. Most runs train in fp64, so the two runs differ only by the order of sums.
 """
 
 import pytest
@@ -18,9 +17,9 @@ from same import same
 
 pytestmark = pytest.mark.process
 
-TOGETHER = 12  # rows of a window, in all processes together
+TOGETHER = 12  # rows of a window, summed over all processes
 NEAR = 1e-9
-ROWS = f"batch_size={TOGETHER}"  # if all processes read the same rows
+ROWS = f"batch_size={TOGETHER}"  # for strategies in which all processes read the same rows
 STEPS, AFTER = 4, 2
 RUN = (
     *(in_float64.LINE, "optim=adamw", "optim.weight_decay=0.1", "lr=1e-3", "clip=0.5", "scheduler=cosine"),
@@ -31,7 +30,7 @@ WRITERS = {"one": ("auto", 1), "fsdp": ("fsdp", 2)}
 
 @pytest.fixture(scope="module")
 def lines(small):
-    """Returns a function: (strategy, number of processes, further overrides) -> all overrides."""
+    """Returns a function (strategy, number of processes, further overrides) -> all overrides of a run."""
 
     def typed(strategy, size, *more):
         ours = {key(line): line for line in (f"strategy={strategy}", f"batch_size={TOGETHER // size}", *RUN, *more)}
@@ -42,8 +41,8 @@ def lines(small):
 
 @pytest.fixture(scope="module")
 def written(lines, tmp_path_factory):
-    """Runs unbroken runs of one and of two processes, and resumed and failing runs. Returns the folder of all runs, and
-    {name of a run of two processes: the traceback of each rank, or an empty text}."""
+    """Trains unbroken runs of one and of two processes, resumed runs and failing runs. Returns (folder of all runs,
+    {name of a run of two processes: [traceback of each rank, or an empty text]})."""
     base = tmp_path_factory.mktemp("written")
     live(Job(lines("auto", 1), base / "one"))
     saved = {name: f"resume={base / name / 'checkpoints' / f'step-{AFTER:08d}.ckpt'}" for name in WRITERS}
@@ -62,7 +61,7 @@ def written(lines, tmp_path_factory):
 
 
 def state_of(path):
-    """Returns the content of a checkpoint file or folder: full tensors by name, and everything else."""
+    """Returns ({name: full tensor}, everything else) of a checkpoint file or folder."""
     content = checkpoint.AtomicCheckpointIO().load_checkpoint(path)
     (optimizer,) = content["optimizer_states"]
     if path.is_dir():
@@ -106,7 +105,7 @@ def test_checkpoint_read_by_another_strategy_is_bit_identical_and_its_run_ends_a
     here, rest_here = state_of(at(reads, AFTER))
     assert same(there, here) and same(rest, rest_here)
     assert at(reads, AFTER).is_dir() == reader.split(" to ")[1].startswith("fsdp")
-    assert len(there) > 3 * 20  # weights, and two moments per weight
+    assert len(there) > 3 * 20  # more than 20 weights, each with two moments
     (ends, _), (unbroken, _) = state_of(at(reads, STEPS)), state_of(at(base / "one", STEPS))
     assert furthest(ends, unbroken) < NEAR
     exported = [load_file(run / "model" / "model.safetensors") for run in (reads, base / "one")]
@@ -115,7 +114,7 @@ def test_checkpoint_read_by_another_strategy_is_bit_identical_and_its_run_ends_a
 
 @pytest.mark.wrong
 def test_resume_without_the_optimizer_state_ends_far_from_the_unbroken_run(written, lines):
-    """Wrong on purpose: the optimizer state of the checkpoint is dropped."""
+    """Wrong on purpose: the optimizer state of the checkpoint is not loaded."""
     base, _ = written
     live(Job(lines("auto", 1, f"resume={at(base / 'fsdp', AFTER)}"), base / "forgot", ("forgets state",)))
     assert furthest(state_of(at(base / "forgot", STEPS))[0], state_of(at(base / "one", STEPS))[0]) > 1e3 * NEAR
@@ -152,8 +151,8 @@ def test_failed_export_of_one_rank_fails_on_all_ranks(written):
 def test_tensor_parallel_and_pipeline_exchange_checkpoints_with_fsdp_without_changes(
     written, lines, tmp_path, strategy
 ):
-    """Tensor parallelism divides the weights of each block, some of them in another order of rows than the model's. A
-    pipeline distributes blocks over the processes."""
+    """Tensor parallelism divides the weights of each block, and stores the rows of some weights in another order. A
+    pipeline distributes whole blocks over the processes."""
     base, _ = written
     there, here, back = (tmp_path / name for name in ("there", "here", "back"))
     jobs = [
@@ -177,7 +176,7 @@ def test_tensor_parallel_and_pipeline_exchange_checkpoints_with_fsdp_without_cha
 def test_run_resumed_with_the_same_number_of_ranks_equals_the_unbroken_run_bit_by_bit(
     lines, tmp_path, strategy, precision
 ):
-    """Includes dropout, stochastic rounding (bf16-sr) and the loss scale (16)."""
+    """The run has dropout, and stochastic rounding (bf16-sr) or a loss scale (16)."""
     drops = ("model.architecture.resid_pdrop=0.1", "model.architecture.embd_pdrop=0.1")
     typed = [line for line in lines(strategy, 2, *drops, f"precision={precision}") if line != in_float64.LINE]
     whole, again = tmp_path / "whole", tmp_path / "again"

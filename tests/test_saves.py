@@ -1,8 +1,9 @@
 """Tests that each technique saves the memory that it declares, measured in live tensors of a run.
 
-Generated from conf/: a yaml declares the largest share of the default run's bytes that may remain. Weights, gradients
-and optimizer state are measured in a run in which they are large relative to activations (`WIDE`), and activations in a
-run in which activations are large (`LONG`).
+The tests are generated from conf/. The yaml of a technique declares, for each category of memory that it reduces, the
+largest share of the default run's bytes that may remain. Weights, gradients and optimizer state are measured in a run
+in which they are large relative to activations (`WIDE`), and activations in a run in which activations are large
+(`LONG`).
 """
 
 import pytest
@@ -16,7 +17,7 @@ from parity import CHOICES, SIBLINGS, shipped_but
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
 LONG = ("model.architecture.n_layer=8", "model.architecture.vocab_size=1024", "seq_len=128", "batch_size=8")
 SHAPES = {"weights": WIDE, "gradients": WIDE, "optimizer": WIDE, "activations": LONG}
-# Defaults, with which other choices are compared, and choices whose savings are not measured here, with the reason.
+# Choice that is not measured here -> reason. "the yardstick": the default choice, with which others are compared.
 SAVES_NOTHING = {
     "precision=32": "the yardstick",
     "optim=adamw": "the yardstick",
@@ -35,13 +36,13 @@ SAVES_NOTHING = {
 
 @pytest.fixture(scope="module")
 def known():
-    """Returns a cache: (shape, overrides) -> bytes by category at the peak of a run."""
+    """Returns a dict that caches (shape, overrides) -> bytes by category at the peak of a run."""
     return {}
 
 
 @pytest.fixture
 def held_bytes(fit, known):
-    """Returns a function: (shape, overrides) -> bytes by category at the peak of a run."""
+    """Returns a function (shape, overrides) -> bytes by category at the peak of a run."""
 
     def run(shape, *lines):
         if (shape, lines) not in known:
@@ -49,7 +50,7 @@ def held_bytes(fit, known):
             beside = [line for line in shape if line.split("=")[0] not in typed]
             with torch.compiler.set_stance(
                 "force_eager"
-            ):  # generating code takes seconds, and does not change the state
+            ):  # compiling takes seconds, and does not change the memory of optimizer state
                 summary, _ = fit("max_steps=2", "clip=null", *beside, *lines)
             known[shape, lines] = summary["peak_bytes_by_category"]
         return known[shape, lines]
@@ -58,8 +59,8 @@ def held_bytes(fit, known):
 
 
 def too_much(held_bytes, saves, *lines):
-    """Returns {category: remaining share of the default run's bytes} for categories of which more remains than `saves`
-    declares."""
+    """Returns {category: remaining share of the default run's bytes} for the categories in which more remains than
+    `saves` declares."""
     left = {kind: held_bytes(SHAPES[kind], *lines)[kind] / held_bytes(SHAPES[kind])[kind] for kind in saves}
     return {kind: share for kind, share in left.items() if share > saves[kind]}
 
@@ -96,7 +97,8 @@ IDLE = {
 @pytest.mark.matrix_rows(*shipped_but("precision=16-master", "loss=chunked", "optim=adafactor"))
 @pytest.mark.parametrize("technique", [technique for technique in CHOICES if technique not in SAVES_NOTHING])
 def test_technique_that_does_nothing_saves_less_memory_than_declared(held_bytes, technique):
-    """Wrong on purpose: the default choice of the group, measured against the declaration of the technique."""
+    """Wrong on purpose: the default choice of the group is compared with what the technique declares, and must exceed
+    every declared share."""
     group, name = technique.split("=")
     saves = techniques(group)[name].saves
     found = too_much(held_bytes, saves, *IDLE[group])

@@ -1,4 +1,4 @@
-"""Tests that the initial weights depend on the seed only, so that a comparison of techniques does not compare
+"""Tests that initial weights depend only on the seed. Otherwise a comparison of techniques would also compare
 initializations."""
 
 import pytest
@@ -12,12 +12,12 @@ OPTIMIZERS = [yaml.stem for yaml in sorted((CONF / "optim").glob("*.yaml"))]
 
 
 class Started(Exception):
-    """Raised when a run has built its model."""
+    """Raised after a run has built its model."""
 
 
 @pytest.fixture
 def start(fit, monkeypatch):
-    """Returns a function: (overrides) -> the initial weights of a run."""
+    """Returns a function (overrides) -> initial weights of a run."""
     kept = []
 
     def keep(cfg, output_dir, data, module, *_):
@@ -27,7 +27,7 @@ def start(fit, monkeypatch):
     monkeypatch.setattr("lowmem.training.training._assembled", keep)
 
     def run(*overrides):
-        torch.rand(len(kept) + 1)  # earlier random numbers must not matter
+        torch.rand(len(kept) + 1)  # random numbers that are drawn before a run must not change its weights
         with pytest.raises(Started):
             fit(*overrides)
         return kept.pop()
@@ -55,7 +55,7 @@ def test_initial_weights_do_not_depend_on_the_optimizer(start, optim):
 
 
 def test_initial_weights_do_not_depend_on_the_planners_probe_of_the_optimizer_state(start):
-    """The probe of lion8bit's state draws random numbers."""
+    """Probing the state of lion8bit draws random numbers."""
     assert same(start("precision=bf16-master", "optim=lion8bit", "plan=check"), start())
 
 

@@ -1,4 +1,4 @@
-"""Tests the marks of the test suite: `make test` runs units and seams, and shards together run each test once."""
+"""Tests the marks of the test suite: `make test` runs units and seams, and all shards together run each test once."""
 
 import re
 
@@ -83,14 +83,14 @@ def test_other_program(): subprocess.run(["true"], check=True)
 
 @pytest.fixture(scope="module")
 def make_test():
-    """Returns the expression of marks in the command of `make test`."""
+    """Returns the expression of marks that `make test` passes to pytest."""
     (line,) = re.findall(r"^FIRST = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     return line
 
 
 @pytest.fixture
 def chosen(pytester):
-    """Returns a function: (arguments) -> the tests that pytest collects, or its output if it fails."""
+    """Returns a function (arguments) -> names of the tests that pytest collects, or pytest's output if it fails."""
 
     def collect(*arguments, tests=TESTS):
         pytester.makepyfile(tests)
@@ -123,7 +123,7 @@ def test_invalid_shard_is_refused(chosen):
 
 
 def test_unmarked_test_that_starts_a_python_process_fails(pytester, monkeypatch):
-    """Runs pytest in a separate process, because an audit hook cannot be removed."""
+    """pytest runs in a separate process, because an audit hook cannot be removed."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     pytester.makepyfile(PROCESSES)
     result = pytester.runpytest_subprocess("-p", "tiers", "-q", "-W", "ignore")

@@ -32,13 +32,13 @@ SUMMARY_KEYS = {
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
-    """Returns a dict that the first test which uses `finished` fills: the folder of a run, and what it printed."""
+    """Returns a dict that tests share: the run folder, and what the run has printed once `finished` has started it."""
     return {"folder": tmp_path_factory.mktemp("finished") / "run"}
 
 
 @pytest.fixture
 def finished(command, known):
-    """Returns (the folder of a run of four steps, what it printed). All tests share the folder."""
+    """Returns (folder of a run of four steps, what the run has printed). All tests share this run."""
     if "said" not in known:
         code, said = command("sample_tokens=5", "sample_prompts=['def ']", f"hydra.run.dir={known['folder']}")
         assert code == 0, said
@@ -204,7 +204,7 @@ def test_out_of_memory_error_lists_memory_by_category_and_advice(command, monkey
     def too_much(model, batch):
         model(**batch.inputs).logits.sum()
         if model.training:
-            torch.empty(2**60)  # more than any host has, so the allocator raises
+            torch.empty(2**60)  # bytes; no host has so much memory, so the allocator raises an error
         return torch.zeros(())
 
     monkeypatch.setattr(cross_entropy, "full", too_much)
@@ -241,7 +241,7 @@ def test_completed_run_restores_the_earlier_sigint_handler(command):
 
 @pytest.mark.process
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_a_summary(small, tmp_path):
-    """Starts a separate process, and sends a real signal."""
+    """The run is a separate process, which receives a real signal."""
     arguments = [*(a for a in small if not a.startswith("max_steps")), "max_steps=100000", f"hydra.run.dir={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, "train.py", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,4 +1,4 @@
-"""Tests the byte-trigram model with sources of known entropy."""
+"""Tests the byte-trigram model on sources of known entropy."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,8 @@ def test_trigram_model_needs_the_entropy_of_independent_symbols(symbols):
 
 
 def test_trigram_model_needs_the_entropy_of_a_second_order_source():
-    """c = a xor b with a tenth of noise: b alone says nothing about c."""
+    """Each symbol is the xor of the two symbols before it, or in a tenth of the cases the opposite. The symbol before
+    it alone says nothing about it."""
     draw = np.random.default_rng(0)
 
     def source(n):
@@ -34,6 +35,7 @@ def test_trigram_model_needs_the_entropy_of_a_second_order_source():
 
 
 def test_trigram_model_needs_the_bits_of_its_prior_for_unseen_bytes():
-    """Bytes 128 to 255 do not occur in the training text, so every order falls back to 1/256 of PRIOR observations."""
+    """Bytes 128 to 255 do not occur in the training text, so only the prior gives them a probability: 1/256 of PRIOR
+    observations."""
     expected = -np.log2((PRIOR / 256) / (1000 - 2 + PRIOR))
     assert trigram_bits_per_byte([b"a" * 1000], [bytes(range(128, 256))]) == pytest.approx(expected)

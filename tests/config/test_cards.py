@@ -1,4 +1,4 @@
-"""Cards by name and by size: the memory that a run can use, with the CUDA context counted once."""
+"""Cards by name and by size: which part of a card's memory a run can use. The CUDA context must count once."""
 
 import os
 import subprocess
@@ -78,7 +78,7 @@ def predicted(reserved, context_bytes):
     return Prediction(phases, device, host, DriveBytes(), reserved, 1, True)
 
 
-RECIPE = round(11.12 * GIB)  # bytes that torch reserves with a made-up recipe, which nearly fills an rtx3060
+RECIPE = round(11.12 * GIB)  # bytes that torch reserves for a made-up recipe that nearly fills an rtx3060
 
 
 def test_run_fits_a_card_if_reserved_memory_and_cuda_context_do_not_exceed_its_size():
@@ -90,8 +90,8 @@ def test_run_fits_a_card_if_reserved_memory_and_cuda_context_do_not_exceed_its_s
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_run_fits_the_free_memory_of_a_present_card_unless_a_second_cuda_context_is_added(monkeypatch, config, twice):
-    """The CUDA context already takes 0.3 of 11.75 GiB, and the recipe fits in the rest. The wrong variant (`twice`)
-    adds a second context to the prediction."""
+    """The CUDA context already takes 0.3 GiB of 11.75 GiB, and the recipe fits in the rest. Wrong on purpose
+    (twice=True): the prediction contains a second context."""
     free = round((11.75 - 0.3) * GIB)
     made_up(monkeypatch, free)
     cfg = config("device=cuda", "plan=check")
@@ -155,7 +155,8 @@ def test_query_of_the_present_card_without_cuda_is_refused_with_gpu_size_advice(
     ],
 )
 def test_invalid_gpu_rows_or_plan_value_is_refused_before_torch_is_imported(script, line, says):
-    """The limit of 600 modules also excludes other heavy packages. The refused command imports about 470 modules."""
+    """A refused command imports about 470 modules. The limit of 600 modules also excludes heavy packages other than
+    torch."""
     command = [sys.executable, "-X", "importtime", script, line]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=240)
     imported = [row for row in done.stderr.splitlines() if row.startswith("import time:")]

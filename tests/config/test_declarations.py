@@ -21,8 +21,8 @@ def test_technique_in_the_config_equals_the_declaration_in_its_yaml(config, grou
 def test_every_group_except_weights_strategy_and_compile_advises_one_technique_that_saves_memory(group):
     every = techniques(group)
     advised = [name for name, technique in every.items() if technique.advised]
-    # Three groups advise nothing. Only a plan can advise streamed weights (which need certain choices of precision and
-    # gradient_checkpointing) or a strategy (which needs several devices), and compiled blocks mainly save time.
+    # These three groups have no advised technique: streamed weights need certain choices of precision and
+    # gradient_checkpointing, a strategy needs several devices, and compiled blocks mainly save time.
     assert len(advised) == (group not in ("weights", "strategy", "compile")) and all(
         every[name].saves for name in advised
     )
@@ -53,6 +53,7 @@ def test_accumulation_none_which_declares_nothing_equals_a_technique_of_default_
 
 
 def test_strategy_declares_several_processes_exactly_if_its_class_needs_them():
-    """The command line decides whether to start ranks before it imports torch, so it reads the declaration."""
+    """The command line decides before torch is imported whether to start ranks, so it reads the declaration, not the
+    class."""
     runs = [run_of([f"strategy={name}"]) for name in techniques("strategy")]
     assert [run.several for run in runs] == [run.strategy_class.several for run in runs]

@@ -1,5 +1,5 @@
 """Tests that each refused command line prints a message before anything is built. For each refusal, a test named
-test_without_refusal_... shows what would go wrong without the refusal."""
+test_without_refusal_... shows what would happen without the refusal."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ from lowmem.training import build
 from lowmem.training.build import optimizer
 from networks import network
 
-# name of a test after `test_without_refusal_` -> a refused command line, in the order of REFUSALS
+# words after `test_without_refusal_` in the name of a test -> a refused command line, in the order of REFUSALS
 TYPED = {
     "clipping_in_backward_clips_nothing": ["optim.in_backward=true"],
     "loss_scaling_in_backward_lets_an_overflow_through": ["optim.in_backward=true", "clip=null", "precision=16"],
@@ -142,7 +142,7 @@ def test_without_refusal_loss_scaling_in_backward_lets_an_overflow_through(confi
 
     monkeypatch.setattr(NarrowOptimizer, "step_one", overflowing)
     lines = ("optim.in_backward=true", "clip=null", "precision=16-true", "optim=sgd", "max_steps=1")
-    weights = trained(config, *lines)  # does not skip the step
+    weights = trained(config, *lines)  # the step is not skipped
     assert not any(p.isfinite().all() for p in weights.values())
 
 
@@ -200,7 +200,7 @@ def test_without_refusal_optimizer_state_in_host_memory_is_not_paged(config):
 
 
 def test_without_refusal_lightning_ranks_claim_separate_run_folders(monkeypatch):
-    """Lightning starts the second rank without lowmem's environment variables, so this rank looks like a new run."""
+    """Lightning starts the second rank without lowmem's environment variables, so the second rank starts a new run."""
     started = []
 
     class Started:
@@ -229,11 +229,11 @@ def test_without_refusal_only_one_of_two_devices_trains(fit, monkeypatch):
     monkeypatch.setattr(refusals, "REFUSALS", ())
     one, two = fit(folder="one")[0], fit("devices=2", folder="two")[0]
     same = ("tokens", "train_loss", "val_loss")
-    assert [one[key] for key in same] == [two[key] for key in same]  # the second device has read no row
+    assert [one[key] for key in same] == [two[key] for key in same]  # as if the second device had read no row
 
 
 def moved_in(config, *lines):
-    """Returns a module whose weights are in host memory as far as precision= and weights= store them there."""
+    """Returns a module whose weights were moved to host memory as precision= and weights= require."""
     cfg = config(*lines, base=())
     module = build.causal_lm(cfg, model.describe(cfg))
     made(module, instantiate(cfg.precision), module.weights)
@@ -241,7 +241,7 @@ def moved_in(config, *lines):
 
 
 def test_without_refusal_each_process_holds_all_streamed_weights(config):
-    """Every process holds all blocks in its private host memory."""
+    """The host blocks are not in shared memory, so each process has a copy of them."""
     typed = parity.overrides("precision=bf16-master", "weights=streamed")
     for strategy in ("strategy=auto", "strategy=ddp"):  # the strategy makes no difference
         module = moved_in(config, *typed, strategy)
@@ -253,7 +253,7 @@ def test_without_refusal_each_process_holds_all_streamed_weights(config):
 
 
 def test_without_refusal_masters_take_gradients_before_ranks_exchange_them(config):
-    """DDP's hook, which averages gradients over ranks, finds None: the gradients were already sent to the host."""
+    """A gradient is None when DDP's hook would average it over the ranks, because it was already sent to the host."""
     seen = []
 
     class Exchange:
@@ -270,7 +270,7 @@ def test_without_refusal_masters_take_gradients_before_ranks_exchange_them(confi
 
 
 def test_without_refusal_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch):
-    """The communication hook makes every averaged gradient zero, so no weight should change."""
+    """The communication hook replaces every averaged gradient by zeros. A step that waits for it changes no weight."""
     ready, seen = ddp.DataParallel.before_training, {}
 
     def cancelled(_, bucket):
@@ -298,7 +298,6 @@ def test_without_refusal_a_step_in_backward_does_not_wait_for_other_ranks(fit, m
 
 
 def test_without_refusal_paged_state_is_not_sharded(config):
-    """Every rank holds the complete paged state instead of a shard."""
     large = torch.nn.Linear(400, 400, bias=False)
     with process_group(config("strategy=ddp")) as ranks:
         made = optimizer(config("optim=paged_adamw8bit"))(large, ranks.local)
@@ -312,8 +311,8 @@ def test_without_refusal_paged_state_is_not_sharded(config):
     ("optim", "is_another"), [("adafactor", True), ("muon", True), ("adam8bit", True), ("sgd", False)]
 )
 def test_without_refusal_whole_matrix_optimizers_update_shards_differently(config, optim, is_another):
-    """The first of two ranks has the upper half of a matrix: 5,000 elements, not a multiple of the block size of the
-    8-bit optimizer."""
+    """The first of two ranks has the upper half of a matrix. Its 5,000 elements are not a multiple of the block size of
+    the 8-bit optimizer."""
     whole, half = torch.nn.Linear(100, 100, bias=False), torch.nn.Linear(100, 50, bias=False)
     with torch.no_grad():
         half.weight.copy_(whole.weight[:50])
@@ -327,7 +326,7 @@ def test_without_refusal_whole_matrix_optimizers_update_shards_differently(confi
 
 @pytest.mark.parametrize("kind", ["OptimState4bit", "Tensor"])
 def test_without_refusal_state_of_a_tensor_subclass_cannot_be_saved(tmp_path, kind):
-    """For comparison, saving a plain tensor succeeds."""
+    """For comparison, a plain tensor is saved without an error."""
     of_its_own = kind == "OptimState4bit"
     made = import_module("torchao.optim.subclass_4bit").OptimState4bit.zeros if of_its_own else torch.zeros
     with pytest.raises((ValueError, NotImplementedError)) if of_its_own else nullcontext():
@@ -335,7 +334,7 @@ def test_without_refusal_state_of_a_tensor_subclass_cannot_be_saved(tmp_path, ki
 
 
 def test_without_refusal_ranks_find_different_batch_sizes(config, monkeypatch):
-    """A rank with less free memory makes more micro-batches, and would wait in the last one for ranks that have
+    """A rank with less free memory makes more micro-batches. In the last one it would wait for ranks that have
     finished."""
     cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=8")
     numbers = []
@@ -348,7 +347,7 @@ def test_without_refusal_ranks_find_different_batch_sizes(config, monkeypatch):
 
 
 def test_without_refusal_ranks_choose_different_recipes(config):
-    """The choice depends on free memory: the fastest recipe fits on one rank and not on the other."""
+    """The choice depends on free memory: the fastest recipe fits on a rank with 1 GiB, and not on a rank with 3 MiB."""
     keeps_all = ("model.architecture.n_layer=6", "batch_size=16", "gradient_checkpointing=none", "plan=auto")
     assert [at_start.could_fit(config(*keeps_all, f"memory.limit={free}")) for free in ("1GiB", "3MiB")] == [
         True,
@@ -365,7 +364,7 @@ def test_without_refusal_torch_compile_fails_with_tensor_parallel(fit, monkeypat
 
 
 def test_without_refusal_preference_metrics_fail_on_the_first_stage():
-    """Only the last stage calls the loss, but every rank calls `figures`."""
+    """Only the last stage of a pipeline calls the loss, but every rank calls `figures`."""
     from lowmem.techniques.loss.preference import DPO, KTO
 
     for loss in (DPO(), KTO()):
@@ -399,7 +398,7 @@ def test_without_refusal_an_optimizer_cannot_update_streamed_weights():
 def test_without_refusal_autograd_reads_overwritten_streamed_weights(config):
     arguments = streams.lines("llama", "max_steps=2", policy="none")
     right = streams.trained(config, ["weights=resident"], "llama", arguments)
-    with suppress(NotFinite):  # with only two slots, a block would still find its own weights in its slot
+    with suppress(NotFinite):  # with two slots, each slot would still contain the weights of its block
         assert not streams.trained(config, ["weights=streamed", "weights.slots=3"], "llama", arguments).same(right)
 
 
@@ -427,7 +426,7 @@ def test_without_refusal_batch_size_auto_on_a_cpu_chooses_the_largest_size(confi
 
 
 def products(policy):
-    """Returns the number of matmuls in a forward and a backward pass of compiled blocks."""
+    """Returns the number of matmuls in one forward and backward pass of compiled blocks."""
     model = network("llama")
     compile_blocks(model, "aot_eager")
     policy(model)
@@ -439,7 +438,7 @@ def products(policy):
 
 
 def test_without_refusal_selective_checkpointing_recomputes_all_of_compiled_blocks():
-    # the result of no matmul in a compiled block is stored, so selective recomputes all matmuls, as every_layer does
+    # `selective` stores no result of a matmul in a compiled block, so it recomputes all matmuls, as `every_layer` does
     assert products(policies.selective) >= products(policies.every_layer) > products(policies.none)
 
 

@@ -1,4 +1,4 @@
-"""Every command line gives a config that can be built, or an error message: never a traceback or a hang."""
+"""Tests that every command line gives a config that can be built or an error message, never a traceback or a hang."""
 
 import json
 import os
@@ -366,7 +366,7 @@ def text_values():
 def test_text_value_is_quoted_once_and_read_back_unchanged(value, key):
     line = f"{key}={value}"
     assert quoted(quoted(line)) == quoted(line)
-    if not re.match("~|['\"]", value):  # a home folder, or Hydra's own quotes
+    if not re.match("~|['\"]", value):  # a home folder or a text in Hydra's quotes
         assert unquoted(quoted(line)) == line
 
 
@@ -460,8 +460,8 @@ OWN = ("+loss.path=[a,b]", "+loss.target=3", "+loss.alpha=-1", "+loss.dropout=1.
 
 @pytest.fixture
 def a_yaml_of_ones_own(tmp_path, monkeypatch):
-    """Returns a function (package) -> overrides that choose the package's class `Weighted`. A yaml file that names this
-    class replaces the files of conf/ for the schema."""
+    """Yields a function (package) -> overrides that choose the class `Weighted` of this package. For the schema, a yaml
+    file that names this class replaces the files of conf/."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def written(package):
@@ -519,7 +519,7 @@ GROUPS = sorted(folder.name for folder in CONF.iterdir() if is_group(folder.name
 CHOICES = {group: sorted(file.stem for file in (CONF / group).glob("*.yaml")) for group in GROUPS}
 
 
-GIVEN = {  # keys that must be set beside a choice
+GIVEN = {  # choice -> overrides that it needs
     "data=text": ["data.path=x"],
     "model=hf": ["model.name=x"],
     "accumulation=by_epoch": ["accumulation.sizes={0: 1, 1: 2}"],
@@ -528,7 +528,7 @@ GIVEN = {  # keys that must be set beside a choice
 
 
 def keys() -> list[tuple[str, object, list[str]]]:
-    """Returns (key, value, overrides that the key needs) for every key of the yaml files that a run reads."""
+    """Returns (key, value, overrides that the key needs) for every key in the yaml files that a run reads."""
     found = []
     for file in (CONF / "config.yaml", *(file for group in GROUPS for file in sorted((CONF / group).glob("*.yaml")))):
         whole, choice = OmegaConf.to_container(OmegaConf.load(file)), f"{file.parent.name}={file.stem}"
@@ -557,8 +557,8 @@ def misspelt(draw, words):
 
 @st.composite
 def lines(draw):
-    """Draws overrides for one choice or key: as in conf/, or with an unknown, misspelt or removed name or any other
-    value."""
+    """Draws the overrides of one choice or key: those in conf/, or a wrong variant with an unknown, misspelt or removed
+    name or any value."""
     value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
     group = draw(st.sampled_from(GROUPS))
     choice = draw(st.sampled_from(CHOICES[group]))
@@ -582,10 +582,10 @@ def outcome(arguments: list[str]) -> str:
     """Runs the checks of a command that come before data are read and weights are created.
 
     Returns:
-        `runs`, or a text that names the check that refused the command line.
+        "runs", or a text that names the check that refused the command line.
 
     Raises:
-        Exception: any error but `Refused`; a user would see it as a traceback.
+        Exception: any error except `Refused`. A user would see its traceback.
     """
     try:
         run = typed_run(arguments)
@@ -622,7 +622,7 @@ def holds(parts: list[list[str]]) -> None:
 
 
 DRAWN = given(st.lists(lines(), min_size=1, max_size=3))
-# A case takes a quarter of a second, so shrinking a failing case would take minutes.
+# A case takes a quarter of a second, so it would take minutes to shrink a failing case.
 SLOWLY = {
     "phases": [Phase.generate],
     "deadline": None,

@@ -52,7 +52,7 @@ def test_run_without_a_drive_reports_no_drive_values(fit, caplog):
     assert {cell for column in memory if column.startswith("drive") for cell in memory[column]} == {""}
 
 
-# loading, a first step that creates the optimizer state, and two equal steps
+# Rows of memory.csv: loading, a first step that creates the optimizer state, an evaluation, and two equal steps.
 ROWS = [
     {"step": step, "phase": phase, "drive_bytes": size, "drive_read_bytes": read, "drive_written_bytes": written}
     for step, phase, size, read, written in (
@@ -78,7 +78,7 @@ def test_reported_drive_bytes_and_rates_are_those_of_a_steady_step():
     }
     loads = [
         row | {"phase": "step"} for row in ROWS if row["phase"] == "load"
-    ]  # wrong on purpose: loading counts as steps
+    ]  # wrong on purpose: loading counts as three steps
     assert drive_figures.figures(SimpleNamespace(direct=True), [*ROWS, *3 * loads], 2.0) != shown
 
 

@@ -1,4 +1,4 @@
-"""Tests the balance of the experts of a mixture of experts, which metrics.csv reports."""
+"""Tests the figures in metrics.csv that tell how evenly a mixture of experts uses its experts."""
 
 import csv
 import math
@@ -19,7 +19,11 @@ def mixture(**keys):
 
 
 def route(model, scores):
-    """Makes each router use the same scores for every token. Args: scores: (4,) a score per expert."""
+    """Makes each router use the same scores for every token.
+
+    Args:
+        scores: (4,), the score of each expert.
+    """
     for block in model.model.layers:
         block.mlp.gate.forward = lambda x: (
             scores.expand(len(x), 4),

@@ -1,4 +1,4 @@
-"""Tests the hints of a run: settings that may not suit the run, and the list of written files."""
+"""Tests the hints that a run logs for settings that may not suit it, and the list of written files."""
 
 import pytest
 
@@ -13,8 +13,8 @@ PUBLISHED = ("model=hf", "model.name=somewhere")
         (("adapter=lora",), True),
         (("adapter=qlora", "model.lr=2e-5"), True),
         (("adapter=lora", "lr=2e-4"), False),
-        ((), False),  # all weights are trained: the model's lr suits them
-        (("adapter=lora", "model.pretrained=false"), False),  # no lr is known to suit random weights
+        ((), False),  # all weights are trained, for which the model's lr is suitable
+        (("adapter=lora", "model.pretrained=false"), False),  # no suitable lr is known for random weights
     ],
 )
 def test_lr_hint_is_logged_only_for_adapters_with_the_default_lr_of_full_training(config, caplog, typed, told):
@@ -38,7 +38,7 @@ def test_lr_hint_is_logged_only_for_adapters_with_the_default_lr_of_full_trainin
         ),
         ("max_steps=51", None),
         ("max_steps=1", "warmup of 50 steps is longer than this run (max_steps=1): the learning rate ends at 2e-05"),
-        ("max_steps=20 scheduler.warmup=0.03", None),  # the advice of the hint
+        ("max_steps=20 scheduler.warmup=0.03", None),  # what the hint advises
         ("max_steps=20 scheduler.warmup=1", "warmup of 20 steps is as long as this run (max_steps=20)"),
         ("max_steps=20 scheduler=linear scheduler.warmup_steps=21", "warmup of 21 steps is longer than this run"),
         ("max_steps=20 scheduler=linear", None),
@@ -56,8 +56,8 @@ def test_warmup_hint_is_logged_only_if_the_warmup_is_at_least_as_long_as_the_run
     [
         ("max_steps=80", 0.0, True),
         ("max_steps=80 scheduler=linear", 0.0, True),
-        ("max_steps=80", 5e-4, False),  # the schedule is equal: half of the cosine is done
-        ("max_steps=80 scheduler=constant lr=2e-4", 5e-4, False),  # the advice of the hint
+        ("max_steps=80", 5e-4, False),  # the earlier run would have had the same rate: half of the cosine is done
+        ("max_steps=80 scheduler=constant lr=2e-4", 5e-4, False),  # a constant rate, which the hint would advise
     ],
 )
 def test_resume_hint_with_both_learning_rates_is_logged_only_if_the_schedule_changes(

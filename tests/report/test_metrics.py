@@ -19,7 +19,7 @@ def test_evaluations_and_saves_are_excluded_from_step_time(fit, monkeypatch, tmp
     from lowmem.saving.checkpoint import AtomicCheckpointIO
     from lowmem.training.module import CausalLM
 
-    now = 0.0  # a clock that only evaluations and saves advance, so a busy machine changes nothing
+    now = 0.0  # a clock that only evaluations and saves advance, so a busy machine does not change the times
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now))
 
     def slow(function):
@@ -95,7 +95,8 @@ def test_duration_is_formatted_in_seconds_minutes_or_hours(seconds, said):
 
 @pytest.mark.parametrize(("margin", "read_by_early_stopping"), [(0.5, True), (None, False)])
 def test_early_stopping_reads_no_accuracy_of_an_earlier_evaluation(tmp_path, margin, read_by_early_stopping):
-    """`margin` is None if all answers of the set have the same rating."""
+    """`margin` is None if all answers of the validation set have the same rating. Then accuracy has no meaning, and the
+    accuracy of an earlier evaluation must not remain."""
     reported = Metrics(tmp_path / "metrics.csv", 1, {"": lambda loss: loss}, SimpleNamespace(), 0)
     reported._evaluation, reported._write = tqdm(disable=True), lambda *_: None
     trainer = SimpleNamespace(callback_metrics={"accuracy": 0.25}, sanity_checking=False, global_step=1)
@@ -137,8 +138,8 @@ def gradient_norms(folder):
     [("32", "optim=adamw"), ("32", "optim.in_backward=true"), ("bf16-master", "precision.early_step=false")],
 )
 def test_metrics_csv_has_the_gradient_norm_without_clipping(fit, precision, how):
-    """A bound that no norm reaches does not clip, so the norm of the first step equals the norm of a run with this
-    bound."""
+    """No gradient reaches clip=1e6, so a run with this bound does not clip either, and its first gradient norm is the
+    reference."""
     _, free = fit(f"precision={precision}", how, "clip=null", "max_steps=2", folder="free")
     _, clipped = fit(f"precision={precision}", "clip=1e6", "max_steps=2", folder="clipped")
     assert float(gradient_norms(free)[0]) == pytest.approx(float(gradient_norms(clipped)[0]), rel=1e-6)
@@ -151,7 +152,7 @@ def test_metrics_csv_has_no_gradient_norm_with_early_updates(fit):
 
 
 def test_metrics_csv_has_the_learning_rate_of_each_step_also_after_a_resume(fit, caplog):
-    """A run of two steps is resumed until step 4, which changes its linear schedule."""
+    """Resuming a run of two steps until step 4 changes its linear schedule, and resuming it until step 2 does not."""
 
     def rates(run):
         with (run / "metrics.csv").open() as file:

@@ -1,4 +1,4 @@
-"""Tests that a run prints only expected lines, none of them wider than a terminal."""
+"""Tests that a run prints only expected lines, and that none of them is wider than a terminal."""
 
 import fcntl
 import os
@@ -20,7 +20,7 @@ from lowmem.system.terminal import folded
 
 NUMBER, BYTES = r"[\d.,]+(e-\d+)?", r"[\d.,]+ [MG]iB"
 BAR = r"\|[^|]*\| \d+/\d+ \[(\d\d:\d\d|\?) left(, loss [\d.]+, [\d,]+ tokens/s, peak [\d.]+ MiB)?\]"
-# Every line that a run may print. Any other line is noise.
+# Patterns of all lines that a run may print.
 FORMS = [
     r"",
     r"Tokenizing data=text",
@@ -46,7 +46,7 @@ OF_WANDB = [
 
 @pytest.fixture
 def folder():
-    """Yields a folder with a short path, because paths in messages are not wrapped."""
+    """Yields a folder with a short path, because long paths in messages are not broken and would exceed 80 columns."""
     with tempfile.TemporaryDirectory(prefix="lm") as folder:
         yield Path(folder)
 
@@ -64,7 +64,7 @@ def typed(logger):
 
 
 def noise(said, forms):
-    """Returns the lines that match no allowed form, outside the text of the sample."""
+    """Returns the lines that match none of the allowed forms. Lines of the sample are not checked."""
     before, _, after = said.partition("A sample:\n")
     _, _, wrote = after.partition("\nwrote ")
     lines = [*before.split("\n"), *f"wrote {wrote}".split("\n")]
@@ -158,11 +158,11 @@ def test_text_wrapped_to_the_terminal_width_keeps_its_words_and_indentation(monk
     assert folded(text) == text  # output to a pipe is not wrapped
     monkeypatch.setenv("COLUMNS", "16")
     assert folded(text) == "A sentence that\nis long\n  and one that\n  is indented\n\nshort"
-    assert folded(f"see {'/a' * 20}") == f"see\n{'/a' * 20}"  # paths are not broken, so that they can be copied
+    assert folded(f"see {'/a' * 20}") == f"see\n{'/a' * 20}"  # a path is not broken, so that a user can copy it
 
 
 def test_interpolation_error_of_the_config_is_printed_without_a_traceback(command):
-    """Hydra would print 'Error executing job with overrides' first."""
+    """Hydra by itself would print "Error executing job with overrides" before the error."""
     for line in ("debug=${nope}", "logger=wandb logger.wandb.project=${nope}", "lr=${nope}"):
         code, said = command(*line.split(" "))
         assert code == 1 and "Error executing" not in said and "Traceback" not in said, said

@@ -80,8 +80,8 @@ def test_metric_that_draws_random_numbers_does_not_change_training(fit):
 
 
 def test_every_evaluation_seeds_the_random_numbers_of_a_metric_equally(fit, monkeypatch):
-    """Ranks draw different dropout masks. Without a common seed a metric could run more forward passes on one rank than
-    on another, and ranks would wait for each other forever."""
+    """Ranks draw different dropout masks. Without a common seed, a metric could run more forward passes on one rank
+    than on another, and the ranks would wait for each other forever."""
     own, drawn = OwnMetric._called, []
 
     def called(self, model):

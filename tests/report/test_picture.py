@@ -1,5 +1,5 @@
-"""Tests memory.png: it is drawn from any measurements, in one unit, with consistent colours and without overlapping
-texts."""
+"""Tests memory.png: it is drawn from any measurements, in one unit, with consistent colours, and its texts do not
+overlap."""
 
 from itertools import combinations
 from types import SimpleNamespace
@@ -30,8 +30,8 @@ def points(size: int = MIB) -> list[Point]:
 
 
 def rows(size: int = MIB, cuda: bool = False) -> list[dict]:
-    """Returns two rows of memory.csv for each of the steps 0 to 20: backward, in which live tensors are sampled in
-    every fifth step, and evaluation."""
+    """Returns two rows of memory.csv for each of the steps 0 to 20: a row of the phase backward, with sampled live
+    tensors in every fifth step, and a row of the phase evaluation."""
     found = []
     for step in range(21):
         row = {"step": step, "phase": "backward", "rss_peak_bytes": 800 * MIB + step, "held_bytes": 9 * size}
@@ -53,7 +53,7 @@ def with_drive(found: list[dict]) -> list[dict]:
 
 @pytest.fixture
 def draw():
-    """Yields a function: (rows, timeline, ...) -> the figure, with its axes by name."""
+    """Yields a function (rows, timeline, ...) -> namespace of `figure` and of each of its axes, by label."""
     figures = []
 
     def make(*what, title: str = TITLE, **more):
@@ -66,8 +66,8 @@ def draw():
 
 
 def overlaps(figure) -> list[tuple[str, str]]:
-    """Returns pairs of overlapping texts, and (text, "the edge") for texts that leave the picture, including the texts
-    of legends and axes."""
+    """Returns (text, text) for overlapping texts, and (text, "the edge") for texts that exceed the picture. Texts of
+    legends and axes are included."""
     figure.canvas.draw()
     beyond = {
         label  # matplotlib creates ticks beyond the ends of an axis, but does not draw them
@@ -118,7 +118,7 @@ def test_memory_picture_shows_sampled_steps_without_evaluation(draw):
     (sampled,) = shown.device.lines
     assert list(sampled.get_xdata()) == [0, 5, 10, 15, 20] and set(sampled.get_ydata()) == {25.0}
     unsampled = [{k: v for k, v in row.items() if "live" not in k} for row in rows()]
-    (held,) = draw(unsampled, []).device.lines  # compiled code: only bytes of the ledger are known
+    (held,) = draw(unsampled, []).device.lines  # compiled code: live tensors are not sampled
     assert set(held.get_ydata()) == {9.0}
 
 
@@ -146,7 +146,7 @@ def test_texts_of_the_memory_picture_do_not_overlap(draw, limit, cuda, on_drive)
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda figure: figure.suptitle(TITLE + TITLE),  # in one line
+        lambda figure: figure.suptitle(TITLE + TITLE),  # not wrapped
         lambda figure: figure.legend(figure.axes[0].get_legend().get_patches(), CATEGORIES, loc="upper center"),
         lambda figure: figure.axes[0].text(0.01, 0.97, "the device's limit", transform=figure.axes[0].transAxes),
     ],

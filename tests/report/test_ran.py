@@ -1,8 +1,8 @@
-"""Tests the title of a run, which lists its group choices, and the separate list of its other overrides."""
+"""Tests the title of a run, which lists its group choices, and the list of its other overrides."""
 
 from lowmem.report import ran
 
-CHOICES = {  # as Hydra lists them
+CHOICES = {  # in the form in which Hydra lists choices
     "experiment": None,
     "logger": "wandb",
     "gradient_checkpointing": "none",
@@ -15,7 +15,7 @@ CHOICES = {  # as Hydra lists them
 
 def test_title_of_a_run_begins_with_its_model_and_omits_inactive_groups():
     assert ran.chosen(CHOICES) == ["model=tiny", "precision=32", "optim=adam8bit"]
-    assert ran.chosen({}) == []  # a notebook
+    assert ran.chosen({}) == []  # as in a notebook
 
 
 def test_overrides_other_than_group_choices_are_listed_apart_from_the_title():

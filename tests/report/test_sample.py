@@ -1,5 +1,5 @@
-"""Tests the samples of each evaluation: they equal texts that transformers generates, and change neither training nor
-peak memory."""
+"""Tests the samples of each evaluation: they equal texts that are generated with the exported model and transformers,
+and do not change training or peak memory."""
 
 import json
 import shlex
@@ -48,7 +48,7 @@ def test_greedy_samples_equal_decoding_with_the_exported_model_also_after_a_resu
         assert sample.printable(tokenizer.decode(ids[0])) == row["prompt"] + row["greedy"]
     whole = rows(run)
     fit(*lines, f"resume={run / 'checkpoints' / 'step-00000002.ckpt'}")
-    assert rows(run) == whole  # samples up to the resumed step stay, and later samples are written again
+    assert rows(run) == whole  # earlier samples stay, and samples after the resumed step are written again
 
 
 def test_sampling_does_not_change_training(fit, monkeypatch):
@@ -171,9 +171,7 @@ def test_default_sample_prompt_is_the_beginning_of_the_validation_data():
     text = ids + 1
     assert sample.beginning(MicroBatch(ids, text)).tolist() == [list(range(8))]
     chat = torch.where(ids < 11, none, text)
-    assert sample.beginning(MicroBatch(ids, chat)).tolist() == [
-        list(range(12))
-    ]  # up to the first token of the answer, exclusive
+    assert sample.beginning(MicroBatch(ids, chat)).tolist() == [list(range(12))]  # all tokens before the answer
 
 
 CHAT = (
@@ -187,7 +185,7 @@ LLAMA_2 += "{% if add_generation_prompt %} {% endif %}"
 
 
 def test_suggested_prompt_of_chat_data_is_a_first_user_message(config):
-    """The message is in the validation split, after a system message."""
+    """The prompt comes from the validation split, and the conversation begins with a system message."""
     tokens = build.data(config(*CHAT)).tokens
     asked = {
         next(one["content"] for one in json.loads(line)["messages"] if one["role"] == "user")
@@ -224,7 +222,7 @@ def test_suggested_prompt_is_shortened_and_quoted_for_the_shell(text, words, con
 
 
 def test_suggested_prompt_skips_the_empty_document_of_a_rated_answer(config, tmp_path):
-    """A rated answer has a document for each rating; the one of the other rating is empty."""
+    """A rated answer is stored as two documents, one for each rating. The document of the other rating is empty."""
     lines = [{"prompt": f"say {number}", "completion": " so", "label": number % 2 == 0} for number in range(12)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = config("data=preference", "loss=kto", f"data.path={tmp_path / 'a.jsonl'}", "seq_len=16")

@@ -18,7 +18,7 @@ from lowmem.system.errors import Refused
 
 @pytest.fixture(scope="module")
 def letters():
-    """Returns a tokenizer in which every byte is a token."""
+    """Returns a tokenizer that has one token per byte."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(["a"], vocab_size=257, special_tokens=["<|end|>"], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>")
@@ -78,7 +78,7 @@ DOCUMENTS = ("abc<|end|>", "de<|end|>", "fghijk<|end|>")
         ("padded", "a[bc<|end|>]"),
     ],
 )
-def test_show_separates_documents_for_every_packing(letters, packing, expected):
+def test_show_separates_joined_and_packed_documents_and_prints_one_padded_document_per_row(letters, packing, expected):
     split = split_of(letters, *DOCUMENTS)
     made = rows(split, 7, packing, "cut", "train")
     shown = [written(row_of(made, index), letters) for index in range(len(made))]

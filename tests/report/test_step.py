@@ -1,4 +1,4 @@
-"""Tests that memory_step.csv and memory.png keep the peak of a step in a bounded number of points."""
+"""Tests that memory_step.csv and memory.png have a bounded number of points, among them the peak of the step."""
 
 import csv
 
@@ -12,7 +12,7 @@ from lowmem.system.units import CATEGORIES
 @pytest.mark.parametrize("count", [0, 1, 1999, 2000, 2001, 12345])
 def test_thinned_memory_timeline_keeps_the_peak_of_each_phase(count):
     levels = [(7919 * i) % 1009 for i in range(count)]
-    phases = ["forward" if i < count // 2 else "step" for i in range(count)]  # neither phase has all high points
+    phases = ["forward" if i < count // 2 else "step" for i in range(count)]  # both phases have high points
     timeline = [Point(phase, dict.fromkeys(CATEGORIES, size), {}) for phase, size in zip(phases, levels, strict=True)]
     kept = list(tracker.thinned(iter(timeline), count))
     assert len(kept) <= tracker.MOST + 1 and (count > tracker.MOST or kept == timeline)
@@ -20,7 +20,7 @@ def test_thinned_memory_timeline_keeps_the_peak_of_each_phase(count):
 
 
 def test_memory_timeline_of_a_long_window_is_bounded_and_keeps_its_peak(fit, monkeypatch):
-    """Each point takes 300 bytes of host memory, and time to draw."""
+    """Each point takes 300 bytes of host memory, and time when the picture is drawn."""
     drawn = []
     monkeypatch.setattr(tracker, "MOST", 50)
     monkeypatch.setattr("lowmem.report.picture.memory_picture", lambda _, rows, timeline, *more: drawn.append(timeline))

@@ -1,4 +1,4 @@
-"""Tests summary.json, which is valid JSON and complete or absent, and the table that a run prints at its end."""
+"""Tests summary.json, which is complete and valid JSON or absent, and the table that a run prints at its end."""
 
 import json
 
@@ -25,9 +25,9 @@ def test_summary_table_shows_units_or_a_dash_and_skipped_steps_and_an_unreached_
     whole, _ = fit("max_steps=1")
     lines = dict(line.split("  ", 1) for line in summary.table(whole).splitlines() if not line.startswith(" "))
     assert lines["parameters"].strip() == "43,264"
-    assert float(lines["seconds per step"]) > 0  # a run of one step reports its warm-up
+    assert float(lines["seconds per step"]) > 0  # a run of one step reports the time of its warm-up
     assert "seconds per step          -" in summary.table(whole | {"seconds_per_step": None})
-    resident = whole["peak_bytes"]["host_rss"] / GIB  # GiB of this process, which may have run other tests before
+    resident = whole["peak_bytes"]["host_rss"] / GIB  # GiB; this process may have run other tests before
     before = byte_size(whole["rss_before_model_bytes"])
     said = f"{byte_size(whole['peak_bytes']['host_rss'])} ({before} before the model was loaded)"
     assert lines["peak host memory"].strip() == said
@@ -71,7 +71,6 @@ def test_summary_table_has_a_line_per_rank_but_only_smallest_and_largest_of_64_r
 
 
 def test_sizes_below_one_gib_are_printed_in_mib(fit):
-    """Checks `byte_size` and the table of a run."""
     assert [byte_size(size) for size in (0, MIB // 2, 12 * MIB, GIB - MIB, GIB, 3 * GIB // 2)] == [
         *("0 MiB", "0.5 MiB", "12.0 MiB", "1,023.0 MiB", "1.000 GiB", "1.500 GiB")
     ]

@@ -1,4 +1,4 @@
-"""Tests logging to W&B: the logged content, when a run is online, and the names and identities of runs."""
+"""Tests logging to W&B: what is logged, when a run is online, and the names and identities of runs."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def no_account(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    wandb.teardown()  # settings are read once per process
+    wandb.teardown()  # W&B would read the settings only once per process
     yield
     wandb.teardown()
 
@@ -104,10 +104,11 @@ def test_missing_wandb_package_falls_back_to_csv_with_one_log_line(command, monk
 
 
 def records(run):
-    """Returns all records of an offline run's file.
+    """Returns all complete records in the file of an offline run.
 
-    After a header of 7 bytes the file has LevelDB's log format: blocks of 32 KiB with fragments. A fragment has a
-    checksum (4 bytes), a length (2 bytes), a type (1 byte; 1: full, 2: first, 3: middle, 4: last) and data.
+    After a header of 7 bytes the file has LevelDB's log format: blocks of 32 KiB, which contain fragments of records. A
+    fragment has a checksum (4 bytes), a length (2 bytes), a type (1 byte; 1: full, 2: first, 3: middle, 4: last) and
+    data.
     """
     (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
     raw, at, found, parts = file.read_bytes(), 7, [], b""
@@ -130,7 +131,8 @@ def records(run):
 
 
 def whole(run, seconds=60):
-    """Returns all records, and waits for the last record: another process writes the file, and may still be writing."""
+    """Waits for the last record of a run, and returns all records. Another process writes them, and may not have
+    finished."""
     deadline = time.monotonic() + seconds
     while True:
         found = records(run)
@@ -141,7 +143,7 @@ def whole(run, seconds=60):
 
 
 def records_of(run):
-    """Returns the records that describe the run. W&B writes such a record several times."""
+    """Returns the records that describe the run, which W&B writes several times."""
     return [record.run for record in whole(run) if record.WhichOneof("record_type") == "run"]
 
 
@@ -197,7 +199,8 @@ def test_sweep_jobs_in_wandb_are_named_by_the_varied_overrides_and_share_a_group
     jobs = [records_of(tmp_path / "sweep" / str(number)) for number in range(2)]
     assert all(len({run.run_id for run in job}) == 1 for job in jobs) and jobs[0][0].run_id != jobs[1][0].run_id
     first, second = (job[0] for job in jobs)
-    # names have neither the number of the job nor overrides that all jobs share (Hydra writes 1e-3 differently)
+    # Names contain neither the number of the job nor overrides that all jobs share, such as lr=1e-3, which Hydra writes
+    # in another spelling.
     assert (first.display_name, second.display_name) == ("precision=32", "precision=bf16")
     assert first.run_group == second.run_group == f"{tmp_path.name}/sweep"
     tags = set(second.tags)

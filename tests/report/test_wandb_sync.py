@@ -1,4 +1,5 @@
-"""Tests that `wandb sync` uploads the offline parts of a resumed run as one run, to a stand-in for W&B's server."""
+"""Tests that `wandb sync` uploads the offline parts of a resumed run as one run. A local server stands in for W&B's
+server."""
 
 import gzip
 import json
@@ -20,7 +21,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
-        self.rows: dict[str, list[dict]] = {}  # a run's id -> rows
+        self.rows: dict[str, list[dict]] = {}  # id of a run -> rows of its curves
 
     def answer(self, operation: str, name: str) -> dict:
         rows = self.rows.get(name, [])
@@ -80,7 +81,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def upload(tmp_path):
-    """Yields a function: (folder of a run) -> the rows that the server has received, by run id."""
+    """Yields a function (folder of a run) -> {id of a run: rows that the server has received}."""
     server = Server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
@@ -106,7 +107,7 @@ def test_wandb_run_synced_from_offline_parts_of_a_resumed_run_has_the_rows_of_bo
     fit, upload, monkeypatch, resumes
 ):
     """The second part resumes from step 2, as after a SIGKILL at step 4. Wrong on purpose (resumes=False): the second
-    part is not marked as resumed, and replaces the first part."""
+    part is not marked as resumed, and its rows replace rows of the first part."""
     lines = ("logger=wandb", "logger.wandb.offline=true", "save_every=2")
     _, folder = fit(*lines, "max_steps=4")
     if not resumes:

@@ -57,7 +57,7 @@ def test_run_resumed_inside_or_at_the_end_of_an_epoch_reads_the_sequences_of_the
 
 @pytest.mark.wrong
 def test_resume_without_the_data_position_gives_different_weights(fit, monkeypatch):
-    """Wrong on purpose: the resumed run starts at the beginning of the data."""
+    """Wrong on purpose: the resumed run starts at the beginning of the data, so its weights must differ."""
     from lowmem.data.loader import Position
 
     _, run = fit(*WINDOWED, folder="whole")
@@ -150,7 +150,7 @@ TENSORS, EACH = 10, 5_000_000  # number of tensors, and elements of each (20 MB 
 def test_saving_a_checkpoint_adds_under_5_percent_of_its_size_to_memory_unless_it_is_built_in_memory(
     tmp_path, monkeypatch, wrong
 ):
-    """Wrong on purpose: the file is built in memory first."""
+    """Wrong on purpose (wrong=True): the complete file is built in memory before it is written."""
     content = {str(i): torch.ones(EACH) for i in range(TENSORS)}
     save = torch.save
 
@@ -195,8 +195,8 @@ def test_page_out_of_a_tensor_that_is_not_mapped_keeps_its_values():
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_flipped_bit_in_a_checkpoint_file_is_detected_only_if_digests_are_compared(tmp_path, compares):
-    """Flips a single bit of the file, in every eleventh byte in turn. Wrong on purpose (compares=False): digests are
-    not compared."""
+    """Flips one bit in every eleventh byte of the file, one byte at a time. Wrong on purpose (compares=False): digests
+    are not compared, and at least one flip must remain unnoticed."""
     content, path = {"x": torch.arange(300), "steps": 7, "name": "a"}, tmp_path / "step-00000001.ckpt"
     writer = checkpoint.AtomicCheckpointIO()
     writer.save_checkpoint(content, path)
@@ -206,13 +206,13 @@ def test_flipped_bit_in_a_checkpoint_file_is_detected_only_if_digests_are_compar
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
         if not compares or checkpoint.intact(path):
-            with suppress(Exception):  # a checkpoint that cannot be loaded is also harmless
+            with suppress(Exception):  # damage that makes loading fail is noticed
                 missed += not same(writer.load_checkpoint(path), content)
     assert (missed == 0) == compares
 
 
 def test_zeroed_page_in_a_checkpoint_is_detected_in_under_2_seconds_per_gb(tmp_path):
-    """Measures the CPU time of this process, because wall-clock time would include other programs."""
+    """Measures the CPU time of this process, because wall-clock time depends on other programs."""
     path = tmp_path / "step-00000001.ckpt"
     checkpoint.AtomicCheckpointIO().save_checkpoint({str(i): torch.randn(EACH) for i in range(TENSORS)}, path)
     start = time.process_time()
@@ -236,7 +236,8 @@ class Bomb:
 
 @pytest.mark.parametrize("trusting", [False, True])
 def test_pickle_that_runs_code_is_refused_as_checkpoint(fit, tmp_path, monkeypatch, trusting):
-    """Wrong on purpose (trusting=True): the checkpoint is loaded with weights_only=False."""
+    """Wrong on purpose (trusting=True): the checkpoint is loaded with weights_only=False, which must create the
+    folder."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     torch.save({"lowmem": Bomb(tmp_path / "went off")}, run / "checkpoints" / "step-00000001.ckpt")

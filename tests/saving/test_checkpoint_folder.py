@@ -20,7 +20,7 @@ RUN = ("strategy=fsdp", "max_steps=3", "save_every=1", "logger=none")
 
 @pytest.fixture(scope="module")
 def kept(small, tmp_path_factory):
-    """Returns the folder of an FSDP run with one process."""
+    """Returns the folder of a finished FSDP run with one process."""
     folder = tmp_path_factory.mktemp("kept") / "run"
     typed = {key(line) for line in RUN}
     live(Job((*(line for line in small if key(line) not in typed), *RUN), folder, ("as typed",)))
@@ -90,7 +90,7 @@ def summary_of(run):
 
 
 def test_resume_auto_switches_between_checkpoint_folders_and_files(run, fit):
-    """Checkpoint folders and checkpoint files are next to each other in one run folder."""
+    """A run folder may contain checkpoint folders and checkpoint files at the same time."""
     fit("resume=auto", "max_steps=4", "save_every=1", folder="run")
     assert at(run, 4).is_file() and at(run, 3).is_dir() and not at(run, 2).exists()
     fit("resume=auto", "max_steps=5", "save_every=1", "strategy=fsdp", folder="run")
@@ -115,8 +115,11 @@ def test_leftovers_of_a_killed_save_or_removal_are_ignored_and_deleted(run, fit,
 
 
 def replaced(path, monkeypatch, error, puts_back):
-    """Tries to replace `path` by a new folder; the rename of the new folder fails with `error`. Args: puts_back: False
-    leaves the old folder under its temporary name, as a kill does."""
+    """Tries to replace `path` by a new folder, whose rename fails with `error`.
+
+    Args:
+        puts_back: False leaves the old folder under its temporary name, as a kill does.
+    """
     replace = atomic_files.os.replace
 
     def broken(source, to):
@@ -133,7 +136,7 @@ def replaced(path, monkeypatch, error, puts_back):
 
 
 def test_replaced_checkpoint_folder_survives_a_failed_or_killed_save(run, monkeypatch):
-    """A checkpoint is saved again at the same step if an evaluation makes it the best."""
+    """A step is saved a second time if an evaluation after the first save finds the best loss so far."""
     replaced(at(run, 3), monkeypatch, OSError(28, "No space left on device"), puts_back=True)
     assert at(run, 3).exists() and intact(at(run, 3))
     replaced(at(run, 3), monkeypatch, KeyboardInterrupt(), puts_back=False)  # killed between the two renames
@@ -146,7 +149,8 @@ def test_replaced_checkpoint_folder_survives_a_failed_or_killed_save(run, monkey
 
 
 def test_full_disk_while_writing_the_checkpoint_index_raises_an_os_error(tmp_path, monkeypatch):
-    """torch raises a RuntimeError, whose cause (with errno) is lost when the error is sent to another process."""
+    """torch raises a RuntimeError whose cause has the errno. The cause is lost when an error is sent to another
+    process, so an OSError must be raised instead."""
 
     def full(*_):
         try:
@@ -177,7 +181,8 @@ def test_checkpoint_with_a_non_finite_weight_is_not_saved(config, fit, monkeypat
 
 @pytest.mark.matrix
 def test_merged_adapter_of_a_sharded_run_equals_the_export_by_one_process(fit):
-    """The base was initialized at random, so the checkpoint contains the base and the export is merged."""
+    """The base was initialized at random, so no other folder contains the base and the export is merged. The checkpoint
+    has only the adapter and a digest of the base."""
     _, divided = fit(*RUN, "adapter=lora", folder="divided")
     (content, stored) = checkpoint_folder.load(at(divided, 3))
     assert all("lora_" in name for name in stored) and content["lowmem"]["base"]

@@ -1,4 +1,4 @@
-"""Tests that peft and transformers open exported adapters, and compute the logits of the trained model."""
+"""Tests that peft and transformers open exported adapters and compute the logits of the trained model."""
 
 import json
 import logging
@@ -21,9 +21,9 @@ from lowmem.techniques.adapter.nf4 import NF4Linear
 from lowmem.techniques.strategy.contract import OneDevice
 
 IDS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
-SAME = 1e-5  # relative error in fp32, from another order of sums
-ROUNDED = 0.01  # merged matrices rounded to bf16: measured 0.004 to 0.007
-OTHER = 0.05  # a larger error is a different model: the original base has 0.1
+SAME = 1e-5  # relative error of fp32 logits whose sums have another order
+ROUNDED = 0.01  # relative error with merged matrices rounded to bf16; measured: 0.004 to 0.007
+OTHER = 0.05  # a different model has a larger relative error (the base without its adapter: 0.1)
 FAMILIES = {
     "llama": {
         "hidden_size": 64,
@@ -69,7 +69,7 @@ def logits(network, dtype=torch.float32):
 
 
 def off(network, wanted, dtype=torch.float32):
-    """Returns the relative error of the logits."""
+    """Returns the relative error of the network's logits, compared with `wanted`."""
     return ((logits(network, dtype) - wanted).norm() / wanted.norm()).item()
 
 
@@ -134,7 +134,7 @@ def test_merged_model_opened_by_transformers_computes_the_logits_of_the_trained_
 
 
 class Divided(OneDevice):
-    """A sharded strategy with a single process, which has all shards."""
+    """A sharded strategy of a single process, which has all shards."""
 
     divides = True
 
@@ -148,7 +148,7 @@ class Divided(OneDevice):
 def test_merged_export_of_a_sharded_model_equals_that_of_an_unsharded_model(
     tokenizer, tmp_path, quantized, target, family, dora
 ):
-    """The sharded model is merged layer by layer, including 4-bit layers without an adapter."""
+    """The sharded model is merged layer by layer. Its 4-bit layers without an adapter must be exported, too."""
     whole, divided = (adapted(family, quantized, target, dora) for _ in range(2))
     folder = exported(whole, tokenizer, tmp_path / "whole", merged=True)
     weights = Weights(divided, ranks=Divided())

@@ -70,11 +70,11 @@ def tokenizer(kind="gpt-2"):
 
 
 def written(folder, changes, kind="gpt-2", dtype=torch.float32):
-    """Exports and returns a random network, whose embedding has more rows than the tokenizer has tokens."""
+    """Exports a random network whose embedding has more rows than the tokenizer has tokens. Returns the network."""
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"vocab_size": 480} | changes)).eval()
     with torch.no_grad():
-        for p in network.parameters():  # large enough that positions and heads change the logits
+        for p in network.parameters():  # large weights, so that positions and heads change the logits
             p.copy_(4 * p if p.ndim > 1 else p + 0.1 * torch.randn_like(p))
     export(network.to(dtype), ModelFolder(folder, tokenizer(kind)))
     return network
@@ -102,7 +102,7 @@ def test_transformers_reads_the_exported_weights_from_the_gguf_file(tmp_path, al
 
 
 def test_unpermuted_attention_rows_in_a_gguf_file_give_different_weights_in_transformers(tmp_path, alone, monkeypatch):
-    """Wrong on purpose: query and key rows keep the order of transformers."""
+    """Wrong on purpose: query and key rows of the GGUF file keep the order of transformers."""
     monkeypatch.setattr(gguf, "_in_pairs", lambda tensor, heads: tensor)
     network = written(tmp_path / "model", MODELS["llama"])
     file = gguf.write(tmp_path / "model")

@@ -1,5 +1,4 @@
-"""Tests checkpoints that store an fp32 weight in two halves of 16 bits: every reader gets the bits of the fp32
-weight."""
+"""Tests checkpoints that store an fp32 weight as two halves of 16 bits: every reader gets exactly the fp32 weight."""
 
 import mmap
 import shutil
@@ -21,7 +20,7 @@ RUN = ("precision=bf16-master", "lr=1e-2", "max_steps=4")
 
 
 def in_halves(run, folder):
-    """Copies a run, and splits the fp32 weights of its last checkpoint into halves."""
+    """Copies a run, and splits the fp32 weights of its only checkpoint into halves."""
     shutil.copytree(run, folder)
     (path,) = (folder / "checkpoints").glob("*")
     content = torch.load(path, weights_only=True)
@@ -36,7 +35,7 @@ def in_halves(run, folder):
 
 @pytest.fixture
 def stopped(fit, tmp_path):
-    """Returns (a run that stopped after step 3 of 4, a copy whose checkpoint has halves)."""
+    """Returns (folder of a run that stopped after step 3 of 4, folder of a copy whose checkpoint has halves)."""
     _, run = fit(*RUN, "max_steps=3", "scheduler.total_steps=4", folder="part")
     return run, in_halves(run, tmp_path / "halves")
 
@@ -51,7 +50,7 @@ slow = pytest.mark.matrix
 def test_resume_from_16_bit_halves_equals_resume_from_fp32_weights_unless_lower_halves_are_ignored(
     fit, stopped, monkeypatch, precision, forgets
 ):
-    """Wrong on purpose (forgets=True): the lower halves are ignored."""
+    """Wrong on purpose (forgets=True): only the upper halves are loaded."""
     if forgets:
         monkeypatch.setattr("lowmem.training.module.joined", lambda upper, rest: upper)
     one, other = (fit(*RUN, f"precision={precision}", f"resume={run}", folder=f"{run.name} on")[1] for run in stopped)
@@ -80,7 +79,7 @@ LONG = ("lr=1e-2", "max_steps=6", "accumulation=fixed", "accumulation.batches=2"
 
 MASTERS, FP16 = ("precision=bf16-master",), ("precision=16-master",)
 SR = ("precision=bf16-sr",)
-TILED = (*MASTERS, "loss=tiled", "loss.columns=96")  # embedding and head are streamed, too
+TILED = (*MASTERS, "loss=tiled", "loss.columns=96")  # with this loss, embedding and head are streamed, too
 ROUNDS = [(MASTERS, STREAMED, RESIDENT), (TILED, RESIDENT, STREAMED)]
 MORE = [
     *((how, STREAMED, STREAMED) for how in (MASTERS, TILED, FP16, SR)),
@@ -108,7 +107,7 @@ def test_resume_with_streamed_or_resident_weights_equals_the_unbroken_run(fit, h
     "how", [TILED, *(pytest.param(how, marks=slow) for how in (MASTERS, FP16, SR, (*SR, *TILED[1:])))]
 )
 def test_streamed_checkpoint_evaluated_or_exported_has_the_val_loss_and_model_file_of_its_run(fit, config, how):
-    """Evaluates and exports with streamed and with resident weights."""
+    """The run is evaluated and exported twice: with streamed and with resident weights."""
     lines = (*how, *STREAMED)
     summary, run = fit(*lines, "max_steps=2")
     model = (run / "model" / "model.safetensors").read_bytes()

@@ -1,5 +1,5 @@
 """Tests runs that are killed by SIGKILL in a step, in a save or after the last step: the same command resumes them, and
-the result equals the unbroken run bit by bit."""
+the finished run equals the unbroken run bit by bit."""
 
 import multiprocessing
 import random
@@ -29,8 +29,8 @@ def processes():
 
 @pytest.fixture
 def life(processes, small, tmp_path):
-    """Returns the run folder, and a function that runs the command in a process: (moment of the kill, steps) -> exit
-    code."""
+    """Returns (run folder, function that runs the command in a process: (moment of the kill or None, steps) -> exit
+    code)."""
     folder, lives = tmp_path / "run", [0]
 
     def live(moment, steps=12, renames=True, more=()):
@@ -64,7 +64,8 @@ def names_tell_the_truth(folder):
 
 
 def moments(count, in_saves, seed=0):
-    """Returns the moments of `count` kills: the last two after the last step, and the others before it."""
+    """Returns the moments of `count` kills: first, in random order, `in_saves` kills in saves and the other kills in
+    steps; then one kill in the last evaluation and one in the export."""
     draw = random.Random(seed)
     found = [("in a step", draw.randrange(2 * PARAMETERS)) for _ in range(count - in_saves - 2)]
     found += [(SAVES[i % len(SAVES)], draw.randrange(2)) for i in range(in_saves)]
@@ -73,7 +74,8 @@ def moments(count, in_saves, seed=0):
 
 
 def dies_and_goes_on(folder, live, deaths, steps, more=()):
-    """Kills the run at each moment of `deaths`, resuming it each time, and returns the tensors of the finished run."""
+    """Kills the run at each moment of `deaths`, and resumes it after each kill. Returns the tensors of the finished run
+    (see `everything`)."""
     for number, moment in enumerate(deaths, start=1):
         assert live(moment, steps, more=more) == -signal.SIGKILL, moment
         assert names_tell_the_truth(folder), moment
@@ -85,7 +87,7 @@ def dies_and_goes_on(folder, live, deaths, steps, more=()):
 
 
 def everything(run):
-    """Returns the last checkpoint's tensors, and the exported weights."""
+    """Returns the tensors of the last checkpoint and the exported weights in one dict."""
     return saved(complete(run / "checkpoints")[-1]) | load_file(run / "model" / "model.safetensors")
 
 

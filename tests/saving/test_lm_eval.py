@@ -1,7 +1,8 @@
 """Tests that lm-evaluation-harness opens exported folders, and that its bits per byte equal the result of `evaluate=`.
 
-Both predict each text after a begin-of-text token, and then the end-of-text token. lm-evaluation-harness runs in a
-separate environment: set LM_EVAL to its Python, or the test creates the environment, which needs a network.
+Both programs put a begin-of-text token before each text, and predict the text and an end-of-text token. If
+lm-evaluation-harness is installed, it runs in this environment. Otherwise it runs with the Python that LM_EVAL names,
+or in an environment that the test creates, which needs a network.
 """
 
 import json
@@ -19,8 +20,8 @@ from real_model import fitted, folder_or_skip
 
 TASKS = ROOT / "examples" / "lm_eval"
 TASK = "lowmem_bits_per_byte"
-# bits per byte. Another order of fp32 sums gives 1e-7 for full training and 5e-7 for a merged adapter; each
-# deliberately wrong comparison is off by 0.09 or more.
+# Allowed difference in bits per byte. Another order of fp32 sums leads to 1e-7 after full training, and to 5e-7 with a
+# merged adapter. Each deliberately wrong comparison differs by 0.09 or more.
 BOUND = 1e-4
 WRONG = 100 * BOUND
 TEXTS = [
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.process, pytest.mark.matrix]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Returns the Python of an environment with lm-evaluation-harness."""
+    """Returns a Python that can import lm-evaluation-harness."""
     if find_spec("lm_eval"):
         return sys.executable
     place = tmp_path_factory.mktemp("lm-eval")
@@ -45,7 +46,7 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Returns the files of (training texts, validation texts)."""
+    """Returns (file of training texts, file of validation texts)."""
     folder = tmp_path_factory.mktemp("texts")
     chats = map(json.loads, (ROOT / "examples" / "chat.jsonl").read_text().splitlines()[:40])
     answers = [chat["messages"][-1]["content"] for chat in chats]
@@ -56,7 +57,8 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Returns a copy of the folder of examples, with deliberately wrong tasks in addition."""
+    """Returns a copy of examples/lm_eval with two deliberately wrong tasks: `no_end` does not predict the end-of-text
+    token, and `bytes_of_the_end` counts the bytes of this token as bytes of the text."""
     folder = shutil.copytree(TASKS, tmp_path_factory.mktemp("tasks") / "lm_eval")
     task = (folder / f"{TASK}.yaml").read_text()
     plain = task.replace("!function texts.target", '"{{text}}"')
@@ -67,7 +69,7 @@ def tasks(tmp_path_factory):
 
 
 def scored(python, model, texts, out, tasks=TASKS, names=TASK):
-    """Returns the bits per byte of each task, as the command of docs/evaluation.md computes them."""
+    """Returns {task: bits per byte}, computed by the command of docs/evaluation.md."""
     line = [python, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--include_path", tasks]
     line += ["--model_args", f"pretrained={model},dtype=float32,add_bos_token=False", "--tasks", names]
     line += ["--metadata", json.dumps({"texts": str(texts)}), "--output_path", out]
@@ -92,8 +94,8 @@ def test_lm_eval_bits_per_byte_of_a_trained_model_equal_those_of_evaluate(tmp_pa
     )
     right = theirs.pop(TASK)
     assert abs(right - ours["bits_per_byte"]) < BOUND and abs(right - at_end["bits_per_byte"]) < BOUND
-    # wrong on purpose: the untrained model, texts without begin-of-text, texts without end-of-text, and bytes of the
-    # end-of-text token counted as bytes of the text
+    # Wrong: the untrained model, texts without a begin-of-text token, no prediction of the end-of-text token,
+    # and the bytes of the end-of-text token counted as bytes of the text.
     wrong = [untrained["bits_per_byte"], without_bos["bits_per_byte"], *theirs.values()]
     assert len(wrong) == 4 and min(abs(ours["bits_per_byte"] - one) for one in wrong) > WRONG, wrong
 

@@ -1,5 +1,5 @@
-"""Tests README.md of model/, which has the measurements and the command but no local paths, and push=, which uploads
-the folder."""
+"""Tests README.md of model/, which contains the measurements and the command without local paths, and push=, which
+uploads this folder."""
 
 import json
 import logging
@@ -85,7 +85,7 @@ def test_command_in_the_model_card_omits_implied_null_overrides():
     )
     assert (
         command(["clip=null", "epochs=null"]) == "python train.py clip=null epochs=null"
-    )  # null is not implied by another override
+    )  # no other override implies these nulls
 
 
 # --- push= -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Tests that exported configurations and tokenizers mean the same in transformers 4 (which test_transformers_4.py runs)
-and in transformers 5."""
+"""Tests that exported configurations and tokenizers mean the same in transformers 4 and in transformers 5. These tests
+check the written files; test_transformers_4.py opens them with transformers 4."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
 GEMMA = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}}
 GEMMA |= {"sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
-OLD = {  # model type -> keys of transformers 5, keys that transformers 4 reads
+OLD = {  # model type -> (keys of transformers 5, keys that transformers 4 reads)
     "llama": ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
     "qwen2": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 1e6}),
     "qwen3": (
@@ -59,7 +59,7 @@ OLD = {  # model type -> keys of transformers 5, keys that transformers 4 reads
 
 
 def written(config):
-    """Returns the keys of a configuration in config.json."""
+    """Returns the content of config.json for a configuration."""
     return json.loads(config.to_json_string(use_diff=False))
 
 
@@ -84,7 +84,7 @@ def test_exported_nested_text_config_has_the_keys_of_transformers_4():
 
 
 def without_old_names(value):
-    """Returns a value of a configuration without the key `type`, the earlier name of `rope_type`, at any depth of
+    """Returns a value of a configuration without the key `type`, the earlier name of `rope_type`, in all nested
     dicts."""
     if not isinstance(value, dict):
         return value
@@ -92,8 +92,8 @@ def without_old_names(value):
 
 
 def same_in_5(config, folder):
-    """Asserts that transformers 5 reads equal configurations from its own spelling and from the exported spelling,
-    except for the number of multi-token prediction layers."""
+    """Asserts that transformers 5 reads the same configuration before and after config.json is rewritten for
+    transformers 4, except for the number of multi-token prediction layers."""
     config.save_pretrained(folder)
     its_own = written(type(config).from_pretrained(folder))
     rewrite_config(folder, None)
@@ -163,7 +163,8 @@ def words(bos=False, **more):
 
 
 def came_as(folder, name, **how):
-    """Saves a tokenizer with the class name `name`, and returns the tokenizer that is loaded from this folder."""
+    """Saves a tokenizer with the class name `name`, and returns the tokenizer that AutoTokenizer loads from this
+    folder."""
     words(**how).save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
@@ -178,7 +179,7 @@ def exported(tokenizer, folder):
 @pytest.mark.parametrize(
     ("came", "goes"),
     [
-        (None, "PreTrainedTokenizerFast"),  # trained here
+        (None, "PreTrainedTokenizerFast"),  # not loaded from a folder
         ("TokenizersBackend", "PreTrainedTokenizerFast"),
         ("PreTrainedTokenizerFast", "PreTrainedTokenizerFast"),
         ("Qwen2TokenizerFast", "Qwen2TokenizerFast"),
@@ -189,7 +190,7 @@ def test_exported_tokenizer_names_a_class_that_transformers_4_has(tmp_path, came
     tokenizer = words() if came is None else came_as(tmp_path / "in", came)
     said = exported(tokenizer, tmp_path / "out")
     assert said["tokenizer_class"] == goes
-    # with a list in extra_special_tokens transformers 4 raises an AttributeError
+    # transformers 4 raises an AttributeError for a list in extra_special_tokens
     assert said["additional_special_tokens"] == ["<turn>"] and "extra_special_tokens" not in said
     assert not {"is_local", "local_files_only"} & said.keys()
     opened = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -199,13 +200,13 @@ def test_exported_tokenizer_names_a_class_that_transformers_4_has(tmp_path, came
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_exported_tokenizer_config_states_whether_texts_begin_with_bos(tmp_path, bos):
-    """In transformers 4 the classes of Llama and Gemma add a BOS token unless the configuration says otherwise."""
+    """In transformers 4, the classes of Llama and Gemma add a BOS token unless the configuration forbids it."""
     said = exported(came_as(tmp_path / "in", "GemmaTokenizerFast", bos=bos), tmp_path / "out")
     assert (said["add_bos_token"], said["add_eos_token"]) == (bos, False)
 
 
 def test_tokenizer_class_that_would_encode_differently_is_replaced_in_the_export(tmp_path):
-    """In transformers 5 the class of GPT-NeoX ignores the BOS token that tokenizer.json adds."""
+    """In transformers 5, the class of GPT-NeoX ignores the BOS token that tokenizer.json adds."""
     tokenizer = came_as(tmp_path / "in", "GPTNeoXTokenizerFast")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]

@@ -1,5 +1,5 @@
-"""Tests that streamed weights are in memory once while they are loaded, moved to host blocks, saved and resumed. The
-tests measure the peak of anonymous resident memory (Linux: RssAnon) of a new process."""
+"""Tests that memory contains streamed weights only once while they are loaded, moved to host blocks, saved and read
+from a checkpoint. The tests measure the peak of anonymous resident memory (Linux: RssAnon) of a new process."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ KEYS = {"vocab_size": 2000, "hidden_size": 512, "intermediate_size": 2048, "num_
 
 
 def module():
-    """Returns a module with fp32 weights, and the bytes of these weights."""
+    """Returns (module with fp32 weights, number of bytes of these weights)."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(_of_type("llama", **KEYS, num_attention_heads=4))
     network.to_empty(device="cpu")
@@ -37,7 +37,7 @@ def module():
 
 
 def highest(work):
-    """Returns the peak of additional bytes while `work` runs."""
+    """Returns how far memory rises above its present level while `work` runs, in bytes."""
     with Highest() as found:
         work()
     return found.rise
@@ -47,8 +47,8 @@ def highest(work):
 @pytest.mark.parametrize("wrong", ["", *(pytest.param(w, marks=pytest.mark.matrix) for w in WRONG)])
 @in_a_new_process
 def test_streamed_split_weights_are_moved_saved_and_loaded_without_a_second_copy(tmp_path, wrong, monkeypatch):
-    """Wrong on purpose: the fp32 weights are not freed (moving), weights are saved as fp32 (saving), or all weights are
-    joined at once (reading)."""
+    """Wrong on purpose: the fp32 weights are not freed ("moving"), weights are saved as fp32 ("saving"), or all weights
+    are joined before they are copied ("reading"). Exactly this step must exceed its bound."""
     ours, weights = module()
     masters, file = [], tmp_path / "step-00000001.ckpt"
     held = [p.data for p in ours.parameters()] if wrong == "moving" else []
@@ -74,7 +74,8 @@ def test_streamed_split_weights_are_moved_saved_and_loaded_without_a_second_copy
     if wrong == "reading":
         monkeypatch.setattr("lowmem.training.module.joined", lambda *halves: held.append(joined(*halves)) or held[-1])
     rises["reading"] = highest(read)
-    # shares of the fp32 weights: 16-bit weights of one block and of resident layers; nothing; one tensor
+    # Bounds of the rise, as shares of the fp32 weights. Moving needs the 16-bit weights of one block and of resident
+    # layers, saving needs almost nothing, and reading needs one tensor.
     most = {"moving": 0.35, "saving": 0.05, "reading": 0.25}
     assert {name for name, rise in rises.items() if rise > most[name] * weights} == ({wrong} if wrong else set())
     for one, two in zip(ours.parameters(), other.parameters(), strict=True):
@@ -116,8 +117,8 @@ print(max(peak, anonymous()) - before)
 @pytest.mark.parametrize("wrong", ["", "wrong"])
 @pytest.mark.parametrize("held", ["halves", "at random"])
 def test_loading_files_of_a_streamed_model_holds_its_weights_once_in_memory(tmp_path, held, wrong):
-    """Loads a model of 350 MB from several files. In addition, loading may need a 16-bit block, an fp32 tensor and the
-    memory of imports."""
+    """Loads a model of 350 MB from several files. Loading may also need a 16-bit block, an fp32 tensor and the memory
+    of imports. Wrong on purpose (wrong="wrong"): all loaded weights are copied."""
     keys = {"vocab_size": 20_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(
@@ -131,6 +132,7 @@ def test_loading_files_of_a_streamed_model_holds_its_weights_once_in_memory(tmp_
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # host_masters is in tests/support
     said = subprocess.run(run, capture_output=True, text=True, check=True, timeout=240, env=env).stdout
     peak = int(said.split()[-1])
-    # bytes at the end: with masters, resident layers also have 16-bit weights; without, resident layers are copied
+    # Bytes after loading. With masters (halves), all weights have 4 bytes and resident layers have 16-bit weights, too.
+    # Without masters, all weights have 2 bytes and resident layers are copied.
     ends = 4 * many + 2 * 2 * largest if held == "halves" else 2 * many + 2 * 2 * largest
     assert (peak < ends + 2 * block + 4 * largest + 40e6) != bool(wrong)

@@ -1,8 +1,8 @@
 """Tests the random states of a resumed run, and the clock that decides when to save.
 
-States are restored if the same number of processes reads the same data and, if processes share data, uses the same
-strategy. Otherwise several processes keep the seeds of the new run, a single process is seeded again, and a log line
-says so.
+The states of a checkpoint are restored if the resumed run has the same number of processes, which read the same data,
+and has the same strategy if several processes read equal data. Otherwise several processes keep the seeds of the new
+run, a single process is seeded again, and the log says so.
 """
 
 import logging
@@ -18,7 +18,11 @@ CPU = torch.device("cpu")
 
 
 class Several(OneDevice):
-    """A strategy of several processes, as rank `rank` sees it. Args: every: the data ranks of all processes."""
+    """A strategy of several processes, as rank `rank` sees it.
+
+    Args:
+        every: data rank of each process.
+    """
 
     several = True
 
@@ -59,7 +63,7 @@ def of(seed):
         ((Several, [0, 1]), (Several, [0, 1]), True),
         ((Several, [0, 1]), (Other, [0, 1]), True),  # every rank reads different data
         ((Several, [0, 0]), (Several, [0, 0]), True),
-        ((Several, [0, 0]), (Other, [0, 0]), False),  # ranks that read the same data may divide the work differently
+        ((Several, [0, 0]), (Other, [0, 0]), False),  # ranks that read the same data divide the work, maybe differently
         ((Several, [0, 1]), (Several, [0, 0]), False),
         ((Several, [0, 1]), (Several, [0, 1, 2]), False),
     ],
@@ -72,7 +76,7 @@ def test_ranks_restore_random_states_unless_their_data_or_division_of_work_may_d
     if goes_on:
         assert all(torch.equal(one, of(100 + rank)) for rank, one in enumerate(drawn)) and not caplog.records
     else:
-        assert all(torch.equal(one, of(7)) for one in drawn)  # the random state of the new run is not changed
+        assert all(torch.equal(one, of(7)) for one in drawn)  # the random state that the new run has set
         assert f"the random states of {len(there[1])} processes (Several)" in caplog.text
 
 
@@ -90,7 +94,7 @@ def test_random_state_in_a_single_process_checkpoint_is_restored(caplog):
 
 @pytest.mark.parametrize(("first", "own", "late"), [(100.0, 0.0, True), (0.0, 100.0, False)])
 def test_time_to_save_is_decided_by_the_clock_of_rank_0(monkeypatch, tmp_path, first, own, late):
-    """Clocks of ranks differ. Each case has a rank whose own clock would give the opposite answer."""
+    """Clocks of ranks differ. In each case the rank's own clock would give the opposite answer."""
     from lowmem.saving import checkpoint
 
     saves = checkpoint.Checkpoints(tmp_path, "1min")

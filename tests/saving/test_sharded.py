@@ -26,7 +26,7 @@ def tensors(seed=0):
         "matrix": torch.randn(10, 6),
         "narrow": torch.randn(10, 4).bfloat16(),
         "vector": torch.randn(5),
-        "tiny": torch.randn(1, 3),  # fewer rows than there are processes
+        "tiny": torch.randn(1, 3),  # fewer rows than processes
         "codes": torch.randint(0, 255, (7, 3), dtype=torch.uint8),
         "number": torch.tensor(7.0),
     }
@@ -64,7 +64,7 @@ def test_checkpoint_of_any_number_of_processes_is_read_bit_exactly_by_any_other_
 
 @pytest.mark.wrong
 def test_exchanged_pieces_in_a_checkpoint_index_give_wrong_values(tmp_path):
-    """Wrong on purpose: the index exchanges two pieces of equal size."""
+    """Wrong on purpose: two pieces of equal size are exchanged in the index."""
     whole = {"matrix": torch.randn(8, 3)}
     saved_by(2, tmp_path / "folder", whole)
     _, stored = checkpoint_folder.load(tmp_path / "folder")
@@ -100,7 +100,7 @@ def test_tensors_of_a_checkpoint_folder_are_listed_under_a_prefix(tmp_path):
 
 
 class FullDisk:
-    """A file on a full disk: each write raises an OSError."""
+    """A file on a full disk: every write raises an OSError."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -174,8 +174,8 @@ def test_error_of_one_process_is_raised_on_all_processes_of_a_save(failure, hear
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_flipped_bit_in_a_checkpoint_folder_is_detected_only_if_digests_are_compared(tmp_path, monkeypatch, compares):
-    """Flips a single bit of one file, in every eleventh byte of each file in turn. Wrong on purpose (compares=False):
-    digests are not compared."""
+    """Flips one bit in every eleventh byte of each file, one byte at a time. Wrong on purpose (compares=False): digests
+    are not compared, and at least one flip must remain unnoticed."""
     whole, path = tensors(), tmp_path / "step-00000001.ckpt"
     saved_by(2, path, whole, {"steps": 7})
     if not compares:
@@ -196,7 +196,7 @@ def is_what_was_written(path, whole):
     try:
         content, stored = checkpoint_folder.load(path)
         return content == {"steps": 7} and all(same_bits(read(stored, name), one) for name, one in whole.items())
-    except Exception:  # a checkpoint that cannot be loaded is also harmless
+    except Exception:  # damage that makes loading fail is noticed
         return True
 
 
@@ -236,7 +236,8 @@ COUNT, EACH = 10, 2_000_000  # number of tensors, and elements of each (8 MB in 
 def test_saving_a_checkpoint_folder_holds_a_copy_of_one_tensor_at_a_time_unless_copies_are_kept(
     tmp_path, monkeypatch, wrong
 ):
-    """Every tensor has to be copied, as from a card. Wrong on purpose: all copies are kept, as torch's writer does."""
+    """The tensors are not contiguous, so each must be copied, as a tensor on a card must be. Wrong on purpose
+    (wrong=True): all copies are kept, as torch's writer keeps them."""
     whole, written, kept = {str(i): torch.ones(4, EACH // 4).t() for i in range(COUNT)}, checkpoint_folder._written, []
 
     def keeping(tensor, name, stream):
@@ -252,7 +253,7 @@ def test_saving_a_checkpoint_folder_holds_a_copy_of_one_tensor_at_a_time_unless_
 
 @linux
 def test_reading_one_shard_keeps_only_that_shard_in_memory(tmp_path):
-    """Reads a quarter of the rows from files that contain all rows."""
+    """Each of ten tensors has four rows in a file, and one row is read."""
     saved_by(1, tmp_path / "folder", {str(i): torch.full((4, EACH // 4), float(i)) for i in range(COUNT)})
     _, stored = checkpoint_folder.load(tmp_path / "folder")
     before, most = resident("RssFile"), 0

@@ -1,8 +1,8 @@
-"""Tests that transformers 4.57 and peft 0.19 open exported folders and compute the logits and tokens of this
+"""Tests that transformers 4.57 and peft 0.19 open exported folders, and compute the logits and tokens of this
 environment.
 
-Both packages run in a separate environment, with the torch of this environment: set OLD_TRANSFORMERS to its Python, or
-the test creates the environment, which needs a network.
+Both packages run with the Python that OLD_TRANSFORMERS names, or in an environment that the test creates, which uses
+the torch of this environment. Creating it needs a network.
 """
 
 import json
@@ -24,8 +24,7 @@ from opened_by_transformers_4 import TEXT
 from real_model import fitted, folder_or_skip
 
 PACKAGES = ("transformers==4.57.6", "tokenizers>=0.22,<=0.23.0", "huggingface_hub>=0.34,<1", "peft==0.19.0")
-# relative to the largest logit, in fp32: another order of sums in two blocks. A missing key of the configuration gives
-# 0.01.
+# Bound of `distance` for fp32 sums in another order in two blocks. A missing key of the configuration leads to 0.01.
 ROUNDINGS = 64 * torch.finfo(torch.float32).eps
 WIDTHS = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 WIDTHS |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
@@ -66,7 +65,7 @@ pytestmark = [pytest.mark.process, pytest.mark.matrix]
 
 @pytest.fixture(scope="module")
 def old_python(tmp_path_factory):
-    """Returns the Python of an environment with transformers 4 and the torch of this environment."""
+    """Returns a Python that can import transformers 4 and peft 0.19."""
     return python_with(tmp_path_factory.mktemp("transformers-4"), *PACKAGES, variable="OLD_TRANSFORMERS")
 
 
@@ -97,7 +96,7 @@ def network(model_type):
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **WIDTHS | MODELS[model_type])).eval()
     with torch.no_grad():
-        for p in made.parameters():  # large enough that positions change the logits
+        for p in made.parameters():  # large weights, so that positions change the logits
             p.copy_(4 * p if p.ndim > 1 else p + 0.1)
     return made
 
@@ -132,7 +131,7 @@ def opened(python, *folders):
 
 
 def distance(theirs, ours):
-    """Returns the largest difference, in units of the largest logit."""
+    """Returns the largest difference of two logits, divided by the largest logit."""
     return ((theirs - ours).abs().max() / ours.abs().max()).item()
 
 
@@ -144,7 +143,7 @@ kept = {}
 
 
 def keeps_logits(model, tokenizer):
-    """Stores the logits of the model that a run exports, as the metric function of the run."""
+    """A metric function that stores the logits and tokens of the run's model in `kept`, and measures nothing."""
     ids = tokenizer(CHAT, return_tensors="pt")["input_ids"]
     kept.update(ids=ids, logits=model(input_ids=ids).logits.clone(), tokens=tokenizer(TEXT).input_ids)
     return {}
@@ -152,7 +151,7 @@ def keeps_logits(model, tokenizer):
 
 def test_transformers_4_computes_the_logits_of_the_run_from_its_exported_model_and_adapter(tmp_path, old_python):
     def trained(name, model, *lines):
-        """Returns the exported folder, and the logits of the run's own model."""
+        """Returns (exported folder, logits of the model in the run)."""
         fitted(model, tmp_path / name, *CHATS, *lines, f"metric={__name__}.keeps_logits")
         return tmp_path / name / "model", kept["logits"]
 
@@ -170,13 +169,13 @@ def test_transformers_4_computes_the_logits_of_the_run_from_its_exported_model_a
     assert torch.equal(theirs[adapter]["logits"], with_adapter)  # the adapter on its base, which is `full`
     assert torch.equal(theirs[bf16]["logits"], logits_in_bf16) and logits_in_bf16.dtype == torch.bfloat16
     assert distance(theirs[merged]["logits"], with_adapter) < ROUNDINGS
-    # wrong on purpose: the base without its adapter, and a configuration without the transformers 4 spelling of a key
+    # wrong on purpose: the base without its adapter, and a configuration without a key that transformers 4 reads
     for folder, ours in ((full, with_adapter), (wrong, logits)):
         assert distance(theirs[folder]["logits"], ours) > 1000 * ROUNDINGS
 
 
 def without_older_keys(folder, place):
-    """Makes a folder as transformers 5 writes it, in which transformers 4 does not find rope_theta."""
+    """Makes a folder in the spelling of transformers 5, in which transformers 4 does not find rope_theta."""
     place.mkdir()
     for file in folder.iterdir():
         if file.name != "config.json":

@@ -270,7 +270,8 @@ def test_without_refusal_masters_take_gradients_before_ranks_exchange_them(confi
 
 
 def test_without_refusal_a_step_in_backward_does_not_wait_for_other_ranks(fit, monkeypatch):
-    """The communication hook replaces every averaged gradient by zeros. A step that waits for it changes no weight."""
+    """The communication hook replaces every averaged gradient by zeros. A step that waits for the averaged gradients
+    changes no weight."""
     ready, seen = ddp.DataParallel.before_training, {}
 
     def cancelled(_, bucket):
@@ -334,8 +335,8 @@ def test_without_refusal_state_of_a_tensor_subclass_cannot_be_saved(tmp_path, ki
 
 
 def test_without_refusal_ranks_find_different_batch_sizes(config, monkeypatch):
-    """A rank with less free memory makes more micro-batches. In the last one it would wait for ranks that have
-    finished."""
+    """A rank with less free memory makes more micro-batches. In the last micro-batch this rank would wait for ranks
+    that have finished."""
     cfg = config("batch_size=auto", "accumulation=effective_batch", "accumulation.size=8")
     numbers = []
     for room in (8, 4):

@@ -557,8 +557,8 @@ def misspelt(draw, words):
 
 @st.composite
 def lines(draw):
-    """Draws the overrides of one choice or key: those in conf/, or a wrong variant with an unknown, misspelt or removed
-    name or any value."""
+    """Draws overrides of one choice or key. They have the name and value in conf/, or an unknown, misspelt or removed
+    name or another value."""
     value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
     group = draw(st.sampled_from(GROUPS))
     choice = draw(st.sampled_from(CHOICES[group]))

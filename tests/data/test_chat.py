@@ -463,7 +463,7 @@ def test_answer_with_weight_1_is_learned_and_so_is_its_rendered_reasoning(chatml
 
 
 def test_header_that_ends_in_a_space_is_refused_with_advice_on_the_template():
-    """The answer has no leading white space, so the message must not advise to remove white space from the answer."""
+    """The answer has no leading white space, so the message must not advise removing white space from the answer."""
     made = tokenizer(
         PLAIN_CHATML.replace("assistant\\n", "assistant: ").replace("message['role'] + '\\n'", "message['role'] + ': '")
     )

@@ -148,8 +148,8 @@ def test_planner_and_data_agree_whether_a_mixture_has_position_ids(config, typed
 
 
 def parts_of(folder):
-    """Returns {"notes": function (further keys of data=jsonl) -> source of texts, "talk": the same for
-    conversations}."""
+    """Returns {"notes": function that makes a source of texts, "talk": function that makes a source of conversations}.
+    The functions accept further keys of data=jsonl."""
     lines = {
         "notes": [{"text": f"note {i} " * 9} for i in range(20)],
         "talk": [

@@ -288,7 +288,7 @@ def scanned(file):
 @pytest.mark.parametrize(
     "read", [lambda file: parquet_rows(file, ["text"]), scanned], ids=["lowmem", "wrong variant, as datasets"]
 )
-def test_large_parquet_row_group_is_read_within_8_mib_of_memory_unless_scanned_as_by_datasets(tmp_path, read):
+def test_large_parquet_row_group_is_read_within_8_mib_of_memory_unless_read_by_the_scanner_of_datasets(tmp_path, read):
     count, size = 8_000, 4_000
     table = pa.table({"text": [f"{i:06d}" * (size // 6) for i in range(count)]})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=count, use_dictionary=False, compression="snappy")

@@ -194,7 +194,7 @@ def test_merged_adapter_of_a_sharded_run_equals_the_export_by_one_process(fit):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("merged", [False, True])
-def test_adapter_of_a_sharded_run_on_a_pretrained_base_is_exported_as_by_one_process(kept, fit, merged):
+def test_exported_adapter_of_a_sharded_run_on_a_pretrained_base_equals_the_export_by_one_process(kept, fit, merged):
     base = ("model=hf", f"model.name={kept / 'model'}", "adapter=lora", f"merge={merged}".lower())
     _, divided = fit(*RUN, *base, folder="divided")
     _, alone = fit(f"export={divided}", *base, folder="alone")

@@ -94,8 +94,8 @@ def test_lm_eval_bits_per_byte_of_a_trained_model_equal_those_of_evaluate(tmp_pa
     )
     right = theirs.pop(TASK)
     assert abs(right - ours["bits_per_byte"]) < BOUND and abs(right - at_end["bits_per_byte"]) < BOUND
-    # Wrong: the untrained model, texts without a begin-of-text token, no prediction of the end-of-text token,
-    # and the bytes of the end-of-text token counted as bytes of the text.
+    # Wrong on purpose: the untrained model, texts without a begin-of-text token, no prediction of the end-of-text
+    # token, and the bytes of the end-of-text token counted as bytes of the text.
     wrong = [untrained["bits_per_byte"], without_bos["bits_per_byte"], *theirs.values()]
     assert len(wrong) == 4 and min(abs(ours["bits_per_byte"] - one) for one in wrong) > WRONG, wrong
 

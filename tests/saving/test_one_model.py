@@ -47,8 +47,8 @@ def highest(work):
 @pytest.mark.parametrize("wrong", ["", *(pytest.param(w, marks=pytest.mark.matrix) for w in WRONG)])
 @in_a_new_process
 def test_streamed_split_weights_are_moved_saved_and_loaded_without_a_second_copy(tmp_path, wrong, monkeypatch):
-    """Wrong on purpose: the fp32 weights are not freed ("moving"), weights are saved as fp32 ("saving"), or all weights
-    are joined before they are copied ("reading"). Exactly this step must exceed its bound."""
+    """Wrong on purpose: the fp32 weights are not freed ("moving"), weights are saved as fp32 ("saving"), or all joined
+    weights stay in memory ("reading"). Exactly the step of this name must exceed its bound."""
     ours, weights = module()
     masters, file = [], tmp_path / "step-00000001.ckpt"
     held = [p.data for p in ours.parameters()] if wrong == "moving" else []

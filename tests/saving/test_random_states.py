@@ -63,7 +63,7 @@ def of(seed):
         ((Several, [0, 1]), (Several, [0, 1]), True),
         ((Several, [0, 1]), (Other, [0, 1]), True),  # every rank reads different data
         ((Several, [0, 0]), (Several, [0, 0]), True),
-        ((Several, [0, 0]), (Other, [0, 0]), False),  # ranks that read the same data divide the work, maybe differently
+        ((Several, [0, 0]), (Other, [0, 0]), False),  # ranks that read the same data may divide the work in another way
         ((Several, [0, 1]), (Several, [0, 0]), False),
         ((Several, [0, 1]), (Several, [0, 1, 2]), False),
     ],

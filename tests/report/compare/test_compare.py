@@ -1,4 +1,4 @@
-"""Tests the comparison of runs of any status, from any machine."""
+"""Tests the comparison of runs that finished, failed, are damaged or are running, on this or another machine."""
 
 import csv
 import errno
@@ -85,7 +85,10 @@ def test_comparison_has_a_drive_column_only_if_a_run_has_a_drive(tmp_path, capsy
         (lambda at: at.mkdir(), "contains no run of train.py"),
         (lambda at: at.write_text("x"), "this is a file"),
         (lambda at: (at / "checkpoint-500").mkdir(parents=True), "contains no run of train.py"),
-        (lambda at: (at / ".hydra").mkdir(parents=True), "contains no run of train.py"),  # another Hydra tool
+        (
+            lambda at: (at / ".hydra").mkdir(parents=True),
+            "contains no run of train.py",
+        ),  # a folder of another program that uses Hydra
     ],
 )
 def test_comparison_of_a_folder_without_runs_is_refused_with_the_reason(tmp_path, make, says):
@@ -205,7 +208,7 @@ def test_status_of_a_run_on_a_file_system_without_locks_depends_on_its_last_writ
 
 
 def test_unlistable_folder_does_not_end_the_comparison(silent, tmp_path, capsys, monkeypatch):
-    """A folder of another user with mode 711: its files can be read by name, but not listed."""
+    """If the folder of another user has mode 711, its files can be read by name, but not listed."""
     done = finished(tmp_path / "runs" / "done", ["lr=2"])
 
     def shut(place):
@@ -222,7 +225,8 @@ def test_unlistable_folder_does_not_end_the_comparison(silent, tmp_path, capsys,
 
 
 def test_comparison_has_a_rate_of_learned_tokens_only_if_some_tokens_are_not_learned(tmp_path, capsys):
-    """Earlier versions counted only learned tokens. If such a run is compared with a newer run, a note says so."""
+    """Earlier versions counted only learned tokens. A note says so if a run of an earlier version is compared with a
+    newer run."""
     finished(tmp_path / "old", ["lr=1"])
     finished(tmp_path / "new", ["lr=2"], speed=3000.0, learned_tokens=1000, learned_tokens_per_second=1000.0)
     rows = (tmp_path / "new" / "metrics.csv").read_text().splitlines()

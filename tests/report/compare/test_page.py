@@ -1,5 +1,5 @@
-"""Tests the comparison page: it is legible with fifty runs of long names, on a desktop and on a phone. Some tests need
-Chromium, and are skipped if it is not installed."""
+"""Tests the comparison page: it is legible with fifty runs of long names, on a desktop and on a phone. Tests that need
+Chromium are skipped if it is not installed."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def drawn(folder, count: int):
 
 
 def said(figure) -> list[str]:
-    """Returns all texts that a chart shows without hovering."""
+    """Returns all texts that a chart shows before the user hovers over it."""
     layout = figure.layout
     texts = [note.text for note in layout.annotations] + [
         button.label for m in layout.updatemenus for button in m.buttons
@@ -218,17 +218,17 @@ def test_comparison_page_shows_runs_of_every_status(chromium, sweep, width):
     rows = chromium.run(
         "[...document.querySelectorAll('tbody tr')].map((row) => [...row.cells].map((c) => c.innerText.trim()))"
     )
-    # the run of least memory first, unfinished runs last; only "path" and "lr" differ between the runs
+    # Finished runs by memory, then other runs. The labels contain only "path" and "lr", which differ between the runs.
     assert [row[0] for row in rows] == [f"path=…{n} lr=0.00{n + 1}" for n in (0, 2, 1, 3, 4, 5, 6)]
     assert rows[0][2:7] == ["600.0", "1,800.0", "1,000", "3.0000", "1.200"] and rows[3][2] == "-"
     assert rows[1][7] == "NVIDIA H200" and rows[0][8] == "" and rows[3][8] == "failed: ZeroDivisionError: </script><b>"
-    # curves of all runs with a readable CSV file, other charts only of finished runs
+    # The loss chart has all runs with a readable CSV file. Other charts have only finished runs.
     drawn = "Object.fromEntries([...document.querySelectorAll('.plotly-graph-div')].map((c) => [c.id, c.data.length]))"
     assert chromium.run(drawn) == {"pareto": 2, "loss": 14, "memory": 6, "inside": 5, "planned": 1}
     assert chromium.run("byId('pareto').data[1].marker.symbol") == ["star", "star", "circle"]
     peak = chromium.run(
         "byId('inside').data.map((trace) => trace.y.at(-1))"
-    )  # MiB of the run of least memory, by category
+    )  # MiB by category, of the run with the least memory
     assert sum(peak) == pytest.approx(600, rel=1e-3)
 
 

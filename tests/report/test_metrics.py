@@ -95,8 +95,8 @@ def test_duration_is_formatted_in_seconds_minutes_or_hours(seconds, said):
 
 @pytest.mark.parametrize(("margin", "read_by_early_stopping"), [(0.5, True), (None, False)])
 def test_early_stopping_reads_no_accuracy_of_an_earlier_evaluation(tmp_path, margin, read_by_early_stopping):
-    """`margin` is None if all answers of the validation set have the same rating. Then accuracy is not reported, and
-    the accuracy of an earlier evaluation must not remain."""
+    """`margin` is None if all answers of the validation set have the same rating. Then early stopping must read no
+    accuracy, not even the accuracy of an earlier evaluation."""
     reported = Metrics(tmp_path / "metrics.csv", 1, {"": lambda loss: loss}, SimpleNamespace(), 0)
     reported._evaluation, reported._write = tqdm(disable=True), lambda *_: None
     trainer = SimpleNamespace(callback_metrics={"accuracy": 0.25}, sanity_checking=False, global_step=1)

@@ -2,8 +2,8 @@
 block. `StreamedWeights` (`streamed.py`) uses this module.
 
 A streamed block is then copied to the device at most twice per *window*, instead of twice per micro-batch. The
-gradients of each block are summed on the device, and the sums are sent to the host once per window. So with early
-updates the host updates a block's master as soon as the host has received the sum, and needs no buffer for the
+gradients of each block's weights are summed on the device, and the sums are sent to the host once per window. So with
+early updates the host updates the master of such a weight as soon as the sum has arrived, and needs no buffer for the
 gradients of earlier micro-batches.
 
 Each micro-batch has its own thread, which runs the model's unchanged forward pass and `backward()`. Only one of these
@@ -17,17 +17,16 @@ right:
 
 In other words, the threads are coroutines that take turns, each from one barrier to the next. The model is neither
 traced nor split, so any code between its blocks runs unchanged. The next barrier after the forward pass of the last
-block is in backward, when the gradient of this block's output has been computed. So a thread runs the head and the
-loss, forward and backward, without interruption, and the logits of only one micro-batch exist at a time. All threads
-launch kernels on the caller's stream. `current`, `sums` and `_alive` need no lock, since semaphores let only one of the
-threads run.
+streamed block is in backward, when the gradient of this block's output has been computed. So a thread runs the head and
+the loss, forward and backward, without interruption, and the logits of only one micro-batch exist at a time. All
+threads launch kernels on the caller's stream. `current`, `sums` and `_alive` need no lock, since semaphores let only
+one of the threads run.
 
 The price is memory. The block inputs of all micro-batches exist at the same time (`gradient_checkpointing=offload`
-moves them to the host). The device also stores the fp32 sum of one block's gradients (4 bytes per parameter of the
-block), and sums that wait for their copy to the host (`Link.ahead`). If the head is streamed and tied to the embedding,
-host memory stores one gradient (V, H) of the head per micro-batch. A switch between threads takes about 20
-microseconds. Source:
-RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
+moves them to the host). The device also stores the fp32 sums of one block's gradients (4 bytes per trained parameter of
+the block), and sums that wait for their copy to the host (`Link.ahead`). If the head is streamed and tied to the
+embedding, host memory stores one gradient (V, H) of the head per micro-batch. A switch between threads takes about 20
+microseconds. Sources: RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
 """
 
 import threading
@@ -50,8 +49,8 @@ END: Barrier = ("end", 0)
 
 
 class MicroBatchCancelled(Exception):
-    """Raised in the thread of a micro-batch to end this thread after another micro-batch, or the caller of
-    `ByLayer.run`, has failed. Must derive from `Exception`, because torch runs always_call hooks only after an
+    """Raised in the thread of a micro-batch to end this thread, after another micro-batch or the thread that called
+    `ByLayer.run` has failed. Must derive from `Exception`, because torch runs always_call hooks only after an
     `Exception`."""
 
 
@@ -209,7 +208,7 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
     def applied() -> Iterator[None]:
         if stream is not None:  # `with stream:` is not thread-safe
             torch.accelerator.set_stream(stream)
-        in_this_thread = torch.autograd.set_multithreading_enabled  # entered last: inference mode sets it, too
+        in_this_thread = torch.autograd.set_multithreading_enabled  # entered last: inference mode changes it, too
         with modes(), torch.inference_mode(inference), torch.set_grad_enabled(wanted), in_this_thread(False):
             yield
 

@@ -1,28 +1,30 @@
 """Swaps masters and optimizer state between host memory and files on a drive, for `StreamedWeights` (`streamed.py`).
 
-With weights.drive_holds=all the 16-bit weights of the blocks are stored on the drive, too. There are two kinds of swap
-files: masters with optimizer state, and 16-bit weights. The host updates each trained weight once per window, usually
-in the order of the previous window, so adjacent weights of a block share a swap file. In this module a swap file is
-"pinned" while its tensors are kept in memory. One swap file of each kind is pinned while the host updates its weights:
+With weights.drive_holds=all the streamed weights of the blocks (16-bit, or packed 4-bit) are stored on the drive, too.
+In this module they are called 16-bit weights in both cases. There are two kinds of swap files: masters with optimizer
+state, and 16-bit weights. The host updates each trained weight once per window, usually in the order of the previous
+window, so adjacent weights of a block share a swap file. In this module a swap file is "pinned" while its tensors must
+stay in memory. At most one swap file of each kind is pinned at a time. While the host updates its weights:
 
     previous file    being written        its buffer is reused once the write is complete
     pinned file      tensors in memory    the host updates the weights of this file
-    next files       being read ahead     predicted: the files that were pinned next the last time
+    next files       being read ahead     predicted: the files that followed the pinned file last time
 
     SwapFile     the tensors of a group of weights, and their file
     SwapFiles    all swap files of one kind; pins, reads and writes the files, and limits the memory for buffers
     OnDrive      the swap files of a model, of both kinds: masters with optimizer state, and 16-bit weights
 
 A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file. A
-checkpoint reads swapped tensors from the drive through this view. Other reads and writes run in the threads of the
-`Drive` (`system/scratch_file.py`). During training on a card the host thread of `link.py` pins the swap files. The
-threads that run forward and backward passes look up the 16-bit weights of blocks in the swap files, so each `SwapFiles`
-has a lock.
+checkpoint reads swapped tensors from the drive through this view. Before that, `check` reads all files in the calling
+thread. All other reads and writes run in the threads of the `Drive` (`system/scratch_file.py`). During training on a
+card the host thread of `link.py` pins the swap files. The threads that run forward and backward passes look up the
+16-bit weights of blocks in the swap files, so each `SwapFiles` has a lock.
 
-With 8-bit optimizer state and split masters (bf16), a streamed parameter takes 6.03 bytes, and the drive stores 4.03 of
-them. Each optimizer step reads 4.03 bytes per parameter and writes 4.03 bytes. These accesses take no extra time if the
-drive is faster than the optimizer on the host, but writing wears the drive (docs/drive.md says how much). Source:
-Rajbhandari et al. 2021, arXiv 2104.07857, who move 12 to 16 bytes per parameter in each direction.
+With 8-bit optimizer state and split masters (bf16), a streamed parameter takes 6.03 bytes. With
+weights.drive_holds=state the drive stores 4.03 of them, and each optimizer step reads 4.03 bytes per parameter and
+writes 4.03 bytes. These accesses take no extra time if reading and writing a swap file takes no longer than the update
+of its weights, but writing wears the drive (docs/drive.md says how much). Source: Rajbhandari et al. 2021, arXiv
+2104.07857, who move 12 to 16 bytes per parameter in each direction.
 """
 
 import errno
@@ -48,7 +50,8 @@ BOUNCE = THREADS * PIECE  # bytes; size of the buffer through which new tensors 
 # more files need more file descriptors (two per file).
 PARTS = 4
 # The masters and optimizer state of a block's smallest weights, which together have at most this share of the block's
-# elements, stay in memory and are not swapped.
+# elements, stay in memory and are not swapped. (`parts` also leaves out weights whose fp32 master is smaller than a
+# page.)
 SMALL = 0.01
 BLOCK, WEIGHTS = "block", "weights"  # together the `Key` of a block's 16-bit weights
 MASTERS = ("master", "rest")  # names of the tensors that `HostWeight.master_tensors` returns
@@ -61,7 +64,7 @@ class Sizes(NamedTuple):
 
     tensors: int = 0  # tensors that are on the drive instead of in host memory
     files: int = 0  # the files; each tensor in a file is padded to full pages
-    room: int = 0  # memory limit of the buffers (`SwapFiles._room`)
+    room: int = 0  # memory limit of the buffers (`SwapFiles._room`); for both kinds of files, the sum of their limits
     stepped: int = 0  # part of `files` that each optimizer step reads and writes: all but weights of frozen blocks
     masters: int = 0  # part of `tensors`: masters, or their lower halves
     weights: int = 0  # part of `files`: 16-bit weights of blocks
@@ -109,14 +112,14 @@ class SwapFile:
         single_weight: True: the file is for one large weight, so the file is unpinned as soon as this weight has been
             updated.
         stepped: True: each optimizer step changes the file.
-        ahead: number of files to read ahead while this file is pinned.
+        ahead: maximum number of files to read ahead while this file is pinned.
     """
 
     def __init__(self, drive: Drive, single_weight: bool, stepped: bool, ahead: int) -> None:
         self.single_weight, self.ahead = single_weight, ahead
         self.stepped = stepped
-        # `size` is the file size in bytes, page-aligned. Page 0 stays empty, so that no tensor starts at the first
-        # address of the memory map.
+        # `size` is the file size in bytes, page-aligned. Tensors start at page 1, so `size` is PAGE until `store` has
+        # written a tensor.
         self.drive, self.size = drive, PAGE
         # (bytes,): buffer for the contents of the file, from the start of a read until `leave`; None: no buffer
         self.memory: Tensor | None = None
@@ -148,15 +151,15 @@ class SwapFile:
         return self.size + sum(pages(t.nbytes) for key, t in self._tensors.items() if key not in self._places)
 
     def store(self, bounce: Tensor) -> None:
-        """Writes the tensors that are not in the file yet, and makes all tensors views of the file. The tensors are
-        written one by one through a small buffer, so the optimizer state that the first step creates needs no second
-        copy in memory.
+        """Writes the tensors that are not in the file yet, and makes all tensors views of the memory-mapped file. The
+        tensors are written one by one through a small buffer, so the optimizer state that the first step creates needs
+        no second copy in memory.
 
         Args:
             bounce: (bytes,), a page-aligned buffer of full pages.
 
         Raises:
-            OSError: a write failed.
+            OSError: the file cannot be created, extended, mapped or written.
         """
         if self._file is None:
             self._file = self.drive.file()
@@ -200,8 +203,8 @@ class SwapFile:
             moving.result()
 
     def bind(self) -> None:
-        """Makes all tensors of the file views of `memory`. A no-op if there is no buffer. Call this method after the
-        file has been read."""
+        """Makes all tensors of the file views of `memory`. A no-op if there is no buffer, or if the tensors already are
+        such views. Call this method after the file has been read."""
         if self._bound or self.memory is None:
             return
         for key, place in self._places.items():
@@ -398,8 +401,9 @@ class SwapFiles:
     def _memory(self, swap_file: SwapFile, waits: bool) -> Tensor | None:
         """Returns a buffer for a file: an unused buffer of equal size, or a new buffer. Before a new buffer is
         allocated, unused buffers are freed and other files are released, the oldest first, until the new buffer fits
-        into the memory limit. If it still does not fit, returns None, or exceeds the limit if `waits` is True. Args:
-        waits: see `_bring`."""
+        into the memory limit. If `waits` is False, files that are being read or written, and files that were read
+        ahead, are not released, and the result is None if the new buffer does not fit. If `waits` is True, a buffer
+        that still does not fit exceeds the limit. Args: waits: see `_bring`."""
         size = swap_file.size
         # A new buffer for a large weight replaces all other buffers: the weight's first update creates optimizer state
         # that `size` does not include.
@@ -422,9 +426,10 @@ class SwapFiles:
         return torch.frombuffer(buffer(size), dtype=torch.uint8)
 
     def _room(self, sizes: Mapping[SwapFile, int]) -> int:
-        """Returns the memory limit of all buffers together, in bytes. The limit has room for the file of the largest
-        single weight, or for neighboring files, whichever is larger. Neighboring files are the file that is being
-        written, the pinned file, and the files that are read ahead. Args: sizes: file -> size in bytes."""
+        """Returns the memory limit of all buffers together, in bytes. The limit has room for the largest file of a
+        single weight, or for the largest group of neighboring files, whichever is larger. Neighboring files are a file
+        that is being written, the pinned file that follows it, and the files after the pinned file that are read ahead.
+        Args: sizes: file -> size in bytes."""
         row = [swap_file for swap_file in sizes if not swap_file.single_weight]
         largest = max((size for swap_file, size in sizes.items() if swap_file.single_weight), default=0)
         for first, swap_file in enumerate(row):
@@ -523,7 +528,7 @@ class OnDrive:
 def parts(block: Sequence[Tensor]) -> list[list[Tensor]]:
     """Divides the large weights of a block, in order, into groups; the weights of a group share a swap file. A group
     has at most as many elements as the block's largest weight, or 1 / PARTS of the block's elements if that is more.
-    The smallest weights (see SMALL) are in no group."""
+    The smallest weights (see SMALL), and weights whose fp32 master is smaller than a page, are in no group."""
     ascending = sorted(block, key=Tensor.numel)
     up_to = accumulate(p.numel() for p in ascending)  # elements of a weight and of all smaller weights
     total = sum(p.numel() for p in block)

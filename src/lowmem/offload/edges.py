@@ -1,5 +1,6 @@
-"""Keeps the large weights outside the blocks in host memory: the embedding, and the head (V, H) if the loss reads the
-head in tiles. `StreamedWeights` (`streamed.py`) starts and stops an `Edge` for each of these weights.
+"""Keeps the large weights outside the blocks in host memory: the embedding (V, H), and the head (V, H) if the loss
+reads the head in tiles. The function `edges` says which of them stay on the device. `StreamedWeights` (`streamed.py`)
+starts and stops an `Edge` for each of these weights.
 
     embedding    host: look up the rows of the micro-batch's tokens -> device: (B x T, H) rows
                  host: add to the gradient (V, H)                   <- device: gradient of these rows
@@ -10,10 +11,10 @@ So the device stores only rows or tiles of the weight and of its gradient. If em
 single weight in host memory. The head's gradient then waits on the host until the embedding's gradient has been copied,
 and the two gradients are added in the weight's dtype, as autograd does.
 
-The embedding's own `forward` still runs, with the looked-up rows as its weight and row numbers as token ids. So other
-code of this `forward`, such as a scale factor, still applies. The thread that computes the forward pass of a
-micro-batch looks up the rows. On a card the host thread of `link.py` receives gradients. For rows of the embedding it
-calls `_take_rows`; for tiles of the head it calls `HostWeight.add`, or `_put` if the weight is tied.
+The embedding's own `forward` still runs, with the looked-up rows as its weight, and with 0, 1, 2, ... instead of the
+token ids. So other code of this `forward`, such as a scale factor, still applies. The thread that computes the forward
+pass of a micro-batch looks up the rows. On a card the host thread of `link.py` receives gradients. For rows of the
+embedding it calls `_take_rows`; for tiles of the head it calls `HostWeight.add`, or `_put` if the weight is tied.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ COLUMNS = 4096  # tokens of the vocabulary per tile in `_multiply`, which comput
 
 class GradientSink(NamedTuple):
     """Receives the gradients of embedding and head. Autograd cannot store these gradients in `grad`, since the weights
-    are not on the device."""
+    are not on the device. `StreamedWeights` also sends sums of gradients through the sink (`run_micro_batches`)."""
 
     link: Link  # copies gradients to the host
     sum_of: Callable[[nn.Parameter], HostWeight]  # returns the object that sums the gradients of a weight
@@ -59,7 +60,8 @@ class Edge(HeadSource):
 
     def __init__(self, weight: nn.Parameter, embedding: nn.Embedding | None, head: nn.Linear | None) -> None:
         self.weight, self.embedding, self.head = weight, embedding, head
-        # host memory for the rows of a micro-batch while they are copied to the device; None before `start`
+        # host memory for the rows of a micro-batch while they are copied to the device; None without an embedding, and
+        # while this object is not started
         self.staging: Tensor | None = None
         self._patches = ExitStack()
         # The keys of `_of_head` and `_rows` are indices of micro-batches, since several may be in progress.
@@ -118,8 +120,8 @@ class Edge(HeadSource):
 
     @torch.inference_mode(False)  # threads outside of inference mode may write to the tensors created here
     def _gathered(self, at: Tensor) -> Tensor:
-        """Waits for all queued updates of the weight, and copies rows of the weight to the device. Args: at: (N,), row
-        numbers, in host memory. Returns: (N, H), on the device."""
+        """Waits for all queued updates of the weight, and copies rows of the weight to the device. Args: at: (N,),
+        token ids (indices of rows), in host memory. Returns: (N, H), on the device."""
         self.host_block.wait_for_updates()
         self._sent.synchronize()  # until the previous rows are copied, so that their staging memory can be reused
         weight = self.host_block.tensor(self.weight)
@@ -137,7 +139,8 @@ class Edge(HeadSource):
 
     @contextmanager
     def _in_place_of_the_weight(self, rows: nn.Parameter) -> Iterator[None]:
-        padding, self.embedding.padding_idx = self.embedding.padding_idx, None  # row numbers are not token ids
+        # `padding_idx` is a token id, but the ids of this lookup are 0, 1, 2, ...
+        padding, self.embedding.padding_idx = self.embedding.padding_idx, None
         self.embedding.weight = rows
         try:
             yield

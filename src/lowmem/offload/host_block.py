@@ -1,10 +1,11 @@
 """Stores the streamed weights of one block in a flat buffer in host memory. `StreamedWeights` (`streamed.py`) creates
 the buffers, also for an embedding or a head (`Edge`).
 
-One call pins a flat buffer, and a pinned buffer of a block is copied to the device in one piece. (Memory that cannot be
-pinned is copied in several pieces, and an `Edge` copies rows or tiles.) On a card, the thread that runs forward or
-backward requests copies from the buffer, and the host thread of `link.py` updates the weights in place. Each of these
-two threads waits for the other:
+The buffer is flat, so that one call pins it, and so that the weights of a block are copied to the device in one piece.
+(Memory that cannot be pinned, and weights on a drive, are copied in several pieces. An `Edge` copies rows or tiles.)
+
+On a card, the thread that runs forward or backward requests copies from the buffer, and the host thread of `link.py`
+updates the weights in place. Each of these two threads waits for the other:
 
     before a copy       wait until the host thread has done the buffer's queued updates    `wait_for_updates`
     before an update    wait until the last copy is complete                               `last_copy`
@@ -72,7 +73,8 @@ class HostBlock:
         return self.spans[p].within(self.flat)
 
     def within(self, buffer: Tensor) -> dict[Tensor, Tensor]:
-        """Returns weight -> its view of `buffer`. Args: buffer: (bytes,), on any device, with the layout of `flat`."""
+        """Returns the view of `buffer` for each weight. Args: buffer: (bytes,), on any device, with the layout of
+        `flat`."""
         return {p: span.within(buffer) for p, span in self.spans.items()}
 
     def wait_for_updates(self) -> None:
@@ -86,7 +88,6 @@ class HostBlock:
 def nowhere(p: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Returns a placeholder for a weight whose data is stored elsewhere: a single NaN, expanded to the weight's shape.
     Code that reads the weight too early or too late gets NaN instead of a plausible number. Integer dtypes (packed
-    4-bit weights) have no NaN, so their placeholder is 0. The scales of packed weights are floating-point, so their
-    placeholder is NaN."""
+    4-bit weights) have no NaN, so their placeholder is 0; the floating-point scales of packed weights are still NaN."""
     missing = torch.nan if dtype.is_floating_point else 0
     return torch.full((), missing, dtype=dtype, device=device).expand(p.shape)

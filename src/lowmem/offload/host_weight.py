@@ -51,7 +51,8 @@ class HostWeight:
         self.sum: Tensor | None = None
         self.complete = False  # True: `sum` contains at least one full gradient of this window
         self.single_gradient = False  # True: `sum` contains a single gradient of this window
-        self.borrowed = False  # True: `use` has set `sum` to a gradient without a copy, so `used` frees `sum`
+        # True: `use` has set `sum` to a gradient without a copy. `used` then frees `sum`, unless gradients were added.
+        self.borrowed = False
         self._round_weight(dtype)
 
     def _round_weight(self, dtype: torch.dtype) -> None:
@@ -67,8 +68,8 @@ class HostWeight:
             self.wide.data = self.wide.data.clone()
 
     def moved(self, host_block: HostBlock | None) -> None:
-        """Called once the 16-bit weights of the model have moved to their `HostBlock`s. Args: host_block: stores the
-        weight from now on; None if the weight is not streamed."""
+        """Tells this object where the 16-bit weight is stored. Call this method after `WeightsOnDevice.move_in`. Args:
+        host_block: stores the weight; None if the weight is not streamed."""
         self.host_block = host_block
 
     @property
@@ -91,7 +92,8 @@ class HostWeight:
         return self.full_precision
 
     def master_tensors(self) -> dict[str, Tensor]:
-        """Returns name -> the master, or the lower half of the master; empty if the weight has no master."""
+        """Returns the master, or the lower half of the master, with its name as the key; empty if the weight has no
+        master."""
         return {"master": self.wide}
 
     def tensors(self) -> Iterator[Tensor]:
@@ -131,10 +133,10 @@ class HostWeight:
             self.add(start, piece)
 
     def use_rows(self, at: Tensor, rows: Tensor) -> None:
-        """Adds the gradient of an embedding (V, H) that is zero except in some rows. `sum` still has V x H elements.
+        """Adds a gradient (V, H) of an embedding, which is zero except in some rows. `sum` still has V x H elements.
 
         Args:
-            at: (N,), row numbers. If a row number occurs several times, its gradients are summed.
+            at: (N,), indices of rows. If an index occurs several times, its gradients are summed.
             rows: (N, H), the gradients of these rows.
         """
         with host_side():
@@ -167,7 +169,7 @@ class HostWeight:
     # --- its step -------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: WindowOptimizer, step: Step) -> None:
-        """Updates the master, if there is one, and the 16-bit weight in `step.narrow`. Args: optimizer: the
+        """Updates the master, if there is one, and writes the new weight to `step.narrow`. Args: optimizer: the
         `HostOptimizer`; step: the arguments of the update."""
         if isinstance(optimizer.inner, OnePass):
             optimizer.inner.step_from(step, self.rest)
@@ -177,10 +179,11 @@ class HostWeight:
             self._write(step.narrow)
 
     def _widen(self, narrow: Tensor) -> None:
-        """Sets `wide` to the fp32 weight before an update. Overridden by a subclass whose `wide` is a placeholder."""
+        """Sets `wide` to the fp32 weight before an update. A no-op here, because `wide` already has this value;
+        overridden by `SplitHostWeight`."""
 
     def _write(self, narrow: Tensor) -> None:
-        """Rounds `wide` into `narrow` after an update, and stores the master."""
+        """Rounds `wide` into `narrow` after an update. (A subclass also stores the lower half of the master.)"""
         fp32_halves.round_into(self.wide.data, narrow)
 
     def _forget(self) -> None:

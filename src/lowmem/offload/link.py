@@ -6,13 +6,14 @@ new weights back. `HostOptimizer`, `MasterWeights`, `StreamedWeights` and `Edge`
     "host-step"      receives each piece once it is on the host, and frees the slot (`Receive`);
                      runs the updates that `update` and `update_block` have queued;
                      copies new weights through other staging slots (`Staging`)                    host to device
-    "gradients"      only if `ahead` is set: launches the copies instead of autograd's thread      device to host
-    training         `wait`: makes the device wait for one weight before a module reads it
+    "gradients"      only if `ahead` is set: launches these copies in place of `fetch`             device to host
+    training         queues updates; `wait`: before a module reads a weight, blocks until the host has
+                     updated the weight, and makes the device wait for the copy
 
-The other modules of this folder call "host-step" the host thread. The training thread queues updates after backward;
-autograd's thread queues early updates (`HostOptimizer`). With weights.order=by_layer the thread of the micro-batch runs
-forward and backward, so that thread calls `wait` and `fetch`, and queues early updates. At the end of the window the
-training thread calls `fetch` for the sums of gradients that no micro-batch has sent.
+In the other modules of this folder, "the host thread" is the "host-step" thread. The training thread queues updates
+after backward; autograd's thread queues early updates (`HostOptimizer`). With weights.order=by_layer the thread of the
+micro-batch runs forward and backward, so that thread calls `wait` and `fetch`, and queues early updates. At the end of
+the window the training thread calls `fetch` for the sums of gradients that no micro-batch has sent.
 
 The staging slots have a fixed total size. If the device is faster than the host, `fetch` blocks until a slot is free,
 so the bytes on their way to the host are limited. If gradients come in bursts (`by_layer.py`), the "gradients"
@@ -46,7 +47,7 @@ from lowmem.system.scratch_file import pages as full_pages
 SLOT_BYTES, SLOTS = 1 << 25, 4
 
 Receive = Callable[[int, Tensor], None]  # called with (index of the first element, flat piece in host memory)
-Compute = Callable[[Tensor], None]  # writes the new 16-bit weight into its argument, a host tensor
+Compute = Callable[[Tensor], None]  # writes the new weight into its argument, a host tensor
 Job = Callable[[], None]  # work for the host thread
 
 
@@ -70,8 +71,8 @@ class Link:
         receive(0, gradient.reshape(-1))
 
     def update(self, weight: Tensor, compute: Compute) -> None:
-        """Queues the update of a weight on the device. After all work that was queued earlier, `compute` writes the new
-        value, which is then copied to the device.
+        """Queues the update of a weight that is not streamed. After all work that was queued earlier, `compute` writes
+        the new value, which is then copied to the device.
 
         Args:
             weight: the weight on the device.
@@ -80,8 +81,9 @@ class Link:
         compute(weight.detach())
 
     def update_block(self, host_block: HostBlock, compute: Callable[[], None]) -> None:
-        """Queues the update of a streamed weight. After all work that was queued earlier, and after the block's last
-        copy to the device, `compute` changes the weight in its host block. Nothing is copied to the device."""
+        """Queues the update of a streamed weight. After all work that was queued earlier, and after the last copy from
+        the host block to the device, `compute` changes the weight in its host block. Nothing is copied to the
+        device."""
         host_block.steps += 1
         if host_block.last_copy is not None:
             host_block.last_copy.synchronize()
@@ -89,8 +91,8 @@ class Link:
 
     def wait(self, weight: Tensor) -> None:
         """Blocks until the host has computed the weight's last update, then makes the device wait for the copy of the
-        new weight. A no-op for a streamed weight, or if no update is queued. Raises the error of an update that
-        failed."""
+        new weight. A no-op for a streamed weight, or if no update of the weight is queued. Raises the error if this
+        update, or work before it, failed."""
 
     def finish(self) -> None:
         """Blocks until the host has done all queued work. Raises the first error of the link's threads, also if an
@@ -313,8 +315,9 @@ class StagedLink(Link):
         self._ask(job)
 
     def _landing(self, weight: Tensor) -> Tensor:
-        """Returns host scratch memory with the weight's shape and dtype. All weights can share this memory, because
-        the host thread updates one weight at a time."""
+        """Returns host scratch memory with the weight's shape and dtype. All weights can share this memory, because the
+        host thread updates one weight at a time, and `Staging.send` returns only after it has copied the memory into
+        staging slots."""
         if self._scratch.numel() < weight.nbytes:
             self._scratch = torch.empty(weight.nbytes, dtype=torch.uint8)
         return self._scratch[: weight.nbytes].view(weight.dtype).view(weight.shape)
@@ -339,7 +342,7 @@ class StagedLink(Link):
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # the next `fetch` or `finish` raises the error; later jobs compute nothing
+            except BaseException as error:  # later `fetch` and `finish` raise the error; later jobs compute nothing
                 self._failed = self._failed or error
 
     def close(self) -> None:

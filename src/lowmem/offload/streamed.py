@@ -1,6 +1,7 @@
-"""Streams weights: the weights of each block (16-bit, or packed 4-bit) are stored in host memory or on a drive, and are
-copied to the device just before the block computes. `CausalLM`, `MasterWeights` and `HostOptimizer` use the class
-`StreamedWeights` through the interface in `on_device.py`.
+"""Streams weights: the weights of each streamed block (16-bit, or packed 4-bit) are stored in host memory or on a
+drive, and are copied to the device just before the block computes. An embedding and a head can be streamed, too
+(`edges.py`). `CausalLM`, `MasterWeights` and `HostOptimizer` use the class `StreamedWeights` through the interface in
+`on_device.py`.
 
     compute stream    | block 0      | block 1      | block 2      |      forward; backward runs from last to first
     copy stream       | copy 1       | copy 2       | copy 3       |      prefetch of the next block
@@ -10,11 +11,11 @@ copied to the device just before the block computes. `CausalLM`, `MasterWeights`
 Hooks manage the slots, in the thread that runs the forward or backward pass. In this table, "wait" means that the
 compute stream waits:
 
-    forward pre-hook of block n          free slots that the next blocks do not need, wait for block n's copy, prefetch
-                                         the next blocks: n + 1, or more if there are more than 2 slots
+    forward pre-hook of block n          free all slots except that of block n and those with prefetched next blocks,
+                                         wait for block n's copy, prefetch the next (slots - 1) blocks
     forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
-    hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch n - 1, or
-                                         more blocks before n if more slots are free
+    hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch blocks before
+                                         n (first n - 1) while slots are free
 
 In these hooks, the thread itself waits in three cases:
 
@@ -26,17 +27,18 @@ In these hooks, the thread itself waits in three cases:
 
 Backward computes the gradient of a block's output after all later blocks have finished backward, and before it
 recomputes the block. So the hook on this gradient works with every kind of activation checkpointing. If several blocks
-are checkpointed together, backward recomputes all of them at once, and the forward pre-hook of each block binds the
-block's weights.
+are checkpointed together, backward recomputes all of them at once. During recomputation, the forward pre-hook of a
+block only binds the block's weights, and the forward hook does nothing.
 
 A `HostBlock` (`host_block.py`) stores the weights of a block; a `Slot` is device memory for a copy of these weights.
 `_bind` makes a block's weights views of the slot. Between `move_in` and `stop`, a streamed weight that is not bound is
 a placeholder without memory: NaN, or 0 for packed 4-bit weights (`nowhere`).
 
-Saves 2 bytes of device memory per streamed 16-bit parameter, except for the slots. Copies up to 4 bytes per parameter
-and micro-batch to the device: 2 in forward and 2 in backward. With weights.order=by_layer the copies are up to 4 bytes
-per parameter and window instead. The copies take no extra time if each block computes for longer than the next block's
-copy takes. Source: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv 2101.06840.
+Saves 2 bytes of device memory per streamed 16-bit parameter of a block, less the memory of the slots. Copies up to 4
+bytes per such parameter and micro-batch to the device: 2 in forward and 2 in backward. With weights.order=by_layer the
+copies are up to 4 bytes per parameter and window instead. The copies take no extra time if each block computes for
+longer than the next block's copy takes. Sources: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv
+2101.06840.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,7 +69,7 @@ class Layout(NamedTuple):
 
     blocks: list[nn.Module]  # streamed blocks, in the order of a forward pass
     weights: list[list[Tensor]]  # the streamed weights of each streamed block; its other weights stay on the device
-    edges: list[Edge]  # streamed embedding and head
+    edges: list[Edge]  # the streamed weights of embedding and head
     in_blocks: set[Tensor]  # all weights of all blocks, including weights and blocks that stay on the device
 
 
@@ -86,21 +88,23 @@ class Slot:
 
 
 class StreamedWeights(WeightsOnDevice):
-    """Streams the weights of `layout`: weights of blocks, and the weights of an embedding and a head that `edges`
-    (`edges.py`) selects.
+    """Streams the weights of `layout`: weights of blocks, and the weights of embedding and head that the function
+    `edges` (`edges.py`) has selected.
 
     Threads in training: on a card the link's host thread calls `bring_in` and `put`. Hooks run in the thread that
     executes the forward or backward pass; there, hooks on gradients (`MasterWeights`) call `take_gradient`. With
-    `by_layer`, the threads of the micro-batches also call `enter`, and the memory meter reads `*_tensors` and
-    `staging_buffers` in them. The training thread calls all other methods.
+    `by_layer`, the threads of the micro-batches also call `enter`, and in these threads the memory meter reads
+    `*_tensors` and `staging_buffers`. The training thread calls all other methods, and before the first step also
+    `bring_in` and `put`.
 
     Args:
         layout: the weights that are streamed.
-        slots: maximum number of streamed blocks whose weights are on the device at the same time. Backward allocates
-            more slots if more blocks are recomputed together.
+        slots: number of streamed blocks whose weights have room on the device at the same time. Backward allocates more
+            slots if more blocks are recomputed together.
         by_layer: True: all micro-batches of a window compute a block before any computes the next block.
-        drive: stores masters and optimizer state; None: host memory stores them.
-        drive_weights: True: the drive also stores the weights of the streamed blocks.
+        drive: stores masters and optimizer state of streamed weights; None: host memory stores them.
+        drive_weights: True: the drive also stores the weights of the streamed blocks. If `drive` is None, only
+            `on_drive` uses this argument.
     """
 
     streams = True
@@ -179,9 +183,9 @@ class StreamedWeights(WeightsOnDevice):
             self._on_drive.put(p, name, tensors)
 
     def on_drive(self, host_tensors: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
-        """Returns the sizes that masters and optimizer state (with weights.drive_holds=all also the blocks' 16-bit
-        weights) would have on a drive. Works without a drive, too. Args: host_tensors: for each weight, the arguments
-        of `put`."""
+        """Returns the sizes on a drive of masters and optimizer state, and with `drive_weights` also of the blocks'
+        weights. Needs no drive: the planner calls this method. Args: host_tensors: for each weight, the arguments of
+        `put`."""
         on_drive = self._stored_by(None)
         for p, name, tensors in host_tensors:
             on_drive.put(p, name, tensors)
@@ -320,9 +324,9 @@ class StreamedWeights(WeightsOnDevice):
             self._release(lambda other, _: other == number)
 
     def _reached(self, number: int) -> None:
-        """Frees the slots of later blocks, binds this block's weights, and prefetches earlier blocks as long as slots
-        are free. A hook calls this method in backward when the gradient of the block's output exists, so all later
-        blocks have finished backward."""
+        """Waits at the block's barrier (only with by_layer), frees the slots of later blocks, binds this block's
+        weights, and prefetches earlier blocks as long as slots are free. A hook calls this method in backward when the
+        gradient of the block's output exists, so all later blocks have finished backward."""
         if self._window is not None:
             self._window.barrier(("backward", number))
         self._release(lambda other, _: other > number)
@@ -375,7 +379,7 @@ class StreamedWeights(WeightsOnDevice):
 
     def _bind(self, number: int) -> None:
         """Makes the device wait for a block's copy, and makes the block's weights views of the slot. If the copy has
-        not been started, starts it, in a new slot if no slot is free."""
+        not been started, starts it, in a new slot if no slot is free. A no-op if the weights are bound already."""
         if not self._fetch(number):  # a checkpointed segment of several blocks needs the weights of all its blocks
             self._slots.append(self._new_slot())
             self._fetch(number)

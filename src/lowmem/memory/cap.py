@@ -1,8 +1,8 @@
 """Implements memory.limit: the run ends with an out-of-memory error if it needs more device memory than this limit.
 
 On CUDA this module caps the caching allocator. On a CPU `StorageTracker` sums the bytes of the live tensors of the
-device side after every operator, and ends the run if the sum exceeds the limit. Temporary memory inside an operator is
-not included.
+device side after every operator, and ends the run if the sum exceeds the limit. This sum does not include temporary
+memory inside an operator.
 """
 
 import math

@@ -37,8 +37,8 @@ class OwnedStorage(NamedTuple):
 
 
 class Ledger:
-    """The owners of a run's long-lived tensors. The ledger does not count other tensors. While a tracker is active, it
-    also follows tensors without an owner: `tracker.belongs` gives some of them a category (for example tiles of the
+    """The owners of a run's long-lived tensors. The ledger does not count other tensors. An active tracker also follows
+    tensors without an owner in the ledger: `tracker.belongs` gives some of them a category (for example tiles of the
     head, and gradients on their way to the host), and the rest count as activations or as "other"."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Ledger:
         self.owners.append(Owner(category, side, tensors))
 
     def storages(self) -> dict[int, OwnedStorage]:
-        """Returns storage key -> storage, for the current tensors of all owners."""
+        """Returns the storages of the current tensors of all owners, by storage key."""
         by_key: dict[int, OwnedStorage] = {}
         for owner in self.owners:
             for tensor in owner.tensors():
@@ -60,7 +60,7 @@ class Ledger:
         return by_key
 
     def bytes(self, side: Side = "device") -> dict[str, int]:
-        """Returns category -> current bytes on one side."""
+        """Returns the current bytes of each category on one side."""
         total, seen = dict.fromkeys(HOST_CATEGORIES if side == "host" else CATEGORIES, 0), set()
         for owner in self.owners:
             counts = owner.side == side

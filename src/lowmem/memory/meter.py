@@ -1,10 +1,11 @@
-"""Measures memory in every phase of every optimizer step, and writes memory.csv and logger metrics.
+"""Measures memory while the model is loaded, in every phase of every optimizer step, and in evaluations and saves.
+Writes memory.csv and logger metrics.
 
     every phase          resident memory of the process (RSS) and its peak; bytes of the ledger's device side (weights,
                          gradients, optimizer state) at the end of the phase; on CUDA the caching allocator's statistics
     sampled steps        live tensor bytes by category (`StorageTracker`). Sampled are the first 3 steps of a run or a
                          resume, and every `every`-th step; in an evaluation the first batch of each validation set, and
-                         the work after the last batch
+                         the work after the last batch. Nothing is sampled if blocks are compiled
     end of each step     if a drive is used, the bytes on it, and the bytes that the step has read and written there
 
 The peak counters of the process and of CUDA are global; only this meter may reset them.
@@ -48,9 +49,9 @@ class MemoryMeter(Callback):
 
     Args:
         file: path of memory.csv.
-        log_every: number of steps between rows in the logger.
-        limit: on a CPU, end the run if live tensors of the device side exceed this many bytes; None: no limit. With a
-            limit every step is sampled.
+        log_every: number of steps between rows in the loggers. Sampled steps are logged in addition.
+        limit: end the run if live tensors of the device side exceed this many bytes; None: no limit, or a card, where
+            `cap.py` enforces the limit. With a limit every step is sampled.
         resumed_at: an existing `file` keeps its rows up to this step; later rows are removed.
         size: memory of the device in bytes, or memory.limit; None: a CPU without a limit.
     """
@@ -68,20 +69,21 @@ class MemoryMeter(Callback):
         # "device" is None with compiled blocks on a CPU, since allocations of compiled code cannot be tracked
         self.peak_bytes: dict[str, int | None] = {"device": 0, "host_rss": 0}
         self.peak: Point | None = None  # the point with the most device bytes in all sampled phases
-        self.timeline: list[Point] = []  # the last sampled training step, thinned
+        self.timeline: list[Point] = []  # thinned timeline of the last sampled training step
         self._highest: dict[str, dict[str, int]] = {}  # phase -> column -> the maximum in the file
         self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, resumed_at)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
         self._step = self._start = 0  # _start: number of steps before the resume
-        self._window: dict[str, dict] = {}  # phase -> row of the current window
+        # phase -> its row, which `_close_window` writes after an optimizer step, an evaluation, a save, or the load
+        self._window: dict[str, dict] = {}
         self._held: dict[tuple[str, int], int] = {}  # cache: (phase, bytes of gradients) -> bytes of the device side
         self._cuda: torch.device | None = None
         self.compiled = False  # True: blocks are compiled, so memory by category cannot be tracked
         self._drive: Drive | None = None
         self.moved_bytes: dict[str, int] = {}  # bytes "read" and "written" by the last step; empty without a drive
         self._moved_before: dict[str, int] = {}
-        self._loaded: dict[str, int] = {}  # columns of phase "load" that were measured before the sanity check
+        self._loaded: dict[str, int] = {}  # columns of the phase "load", measured before the sanity check
         for row in self.rows():  # rows of the steps before a resume
             self._note(row)
 
@@ -254,8 +256,8 @@ class MemoryMeter(Callback):
         return {"drive_bytes": sum(self.ledger.bytes("drive").values())} | by_way
 
     def _close_window(self, trainer: Trainer) -> None:
-        """Writes the window's rows, one per phase. In sampled steps and in every `log_every`-th step, also logs the
-        metrics of `curve`."""
+        """Writes the rows in `_window`, one per phase. If a row was sampled, and in every `log_every`-th step, also
+        logs the metrics of `curve`."""
         for phase, row in self._window.items():
             row = {"step": self._step, "phase": phase} | row
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes", 0))
@@ -291,8 +293,8 @@ class MemoryMeter(Callback):
             self._tracker.settle(self.ledger.storages())
 
     def _untrack(self, phase: str | None = None) -> list[Point]:
-        """Stops tracking and stores the peaks. Args: phase: the phase that has not ended yet; None: all have ended.
-        Returns: the thinned timeline; empty if no tracker is active."""
+        """Stops tracking and stores the peaks. Args: phase: the phase that has not ended yet; None: all phases have
+        ended. Returns: the thinned timeline; empty if no tracker is active."""
         if self._tracker is None:
             return []
         self._tracker.__exit__(None, None, None)
@@ -318,13 +320,15 @@ class MemoryMeter(Callback):
         return {"live_peak_bytes": point.total, "host_tensor_bytes": host} | by_category
 
     def by_category(self, side: Side = "device") -> dict[str, int]:
-        """Returns category -> bytes. For the device: the bytes at the sampled point with the most device bytes, or the
-        current bytes if no step was sampled. For the host and a drive: the current bytes."""
+        """Returns the bytes of each category. For the device: the bytes at the sampled point with the most device
+        bytes, or the ledger's current bytes if nothing was sampled. For the host and a drive: the ledger's current
+        bytes."""
         return dict(self.peak.bytes) if self.peak and side == "device" else self.ledger.bytes(side)
 
     def by_phase(self) -> dict[str, dict[str, int]]:
-        """Returns phase -> {"host": peak resident memory, "device": peak of the device}, in bytes. Without "device" if
-        it was not measured."""
+        """Returns the peaks of each phase in bytes: "host" is the peak resident memory of the process, and "device" is
+        the peak of allocated bytes on CUDA, or of live tensors in sampled steps on a CPU. The key "device" is missing
+        if nothing was measured."""
         peaks = {}
         for phase, sizes in self._highest.items():
             device = sizes.get("allocated_peak_bytes", sizes.get("live_peak_bytes"))
@@ -337,8 +341,9 @@ class MemoryMeter(Callback):
         return max((sizes.get("reserved_peak_bytes", 0) for sizes in self._highest.values()), default=0)
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns category -> bytes for weights, gradients and optimizer state: bytes on the device plus the current
-        bytes on the host. The device's bytes are the category's maximum over the peaks of all sampled phases."""
+        """Returns the bytes of weights, gradients and optimizer state: for each category the bytes on the device plus
+        the ledger's current bytes on the host. Each sampled phase has a point with the most device bytes; the bytes on
+        the device are the category's maximum over these points."""
         host, phases = self.ledger.bytes("host"), self._highest.values()
         return {
             name: max((sizes.get(f"{name}_bytes", 0) for sizes in phases), default=0) + host[name]

@@ -1,6 +1,6 @@
 """Records when storages are created and freed, and computes from these events the live bytes by category. The memory
 meter tracks some steps of a run, or all steps if memory.limit is set on a CPU. The planner tracks a traced run on fake
-tensors.
+tensors, and steps of real optimizers on small parameters.
 
 A `TorchDispatchMode` sees the outputs of each operator in the thread that starts tracking, in autograd's threads and in
 the threads of micro-batches. Operators in the link's host thread are not seen; the ledger counts the tensors of this
@@ -119,10 +119,11 @@ class StorageTracker(TorchDispatchMode):
         known: the ledger's storages when tracking starts.
         limit: maximum bytes of the device side; None: no limit.
         device: the device type, such as "cuda", if the device has its own memory; new storages on other devices then
-            count as host memory. None: the CPU computes.
+            count as host memory. None: the CPU computes, and new storages count as device memory, except those created
+            in `host_side`.
 
     Raises:
-        OverLimit: raised by the operator whose output makes the live bytes exceed the limit.
+        OverLimit: raised by the operator whose output makes the live bytes of the device side exceed the limit.
     """
 
     def __init__(self, known: Mapping[int, OwnedStorage], limit: int | None = None, device: str | None = None) -> None:
@@ -285,7 +286,7 @@ class ToldTracker(StorageTracker):
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:
-    """Returns phase -> the point in this phase with the most device bytes."""
+    """Returns for each phase its point with the most device bytes."""
     best: dict[str, Point] = {}
     for point in points:
         if point.phase not in best or point.total > best[point.phase].total:
@@ -294,8 +295,9 @@ def highest(points: Iterable[Point]) -> dict[str, Point]:
 
 
 def thinned(points: Iterable[Point], count: int) -> Iterator[Point]:
-    """Thins a timeline to about `MOST` points. Consecutive points of a phase form groups, and the point with the most
-    device bytes of each group is kept, so the peak of each phase stays exact.
+    """Thins a timeline to about `MOST` points. Consecutive points of a phase form groups of `count / MOST` points
+    (rounded up), and of each group only the point with the most device bytes is kept, so the peak of each phase stays
+    exact.
 
     Args:
         points: the timeline.

@@ -40,7 +40,7 @@ class Lane(Protocol):
     def copy(self, to: Tensor, source: Tensor, after: "Mark") -> "Mark":
         """Queues a copy that starts once the mark `after` is reached. The caller may free a `source` on the device
         immediately, but must keep a `to` on the device until `hold` or `synchronize` was called for the returned mark.
-        Host memory must not be freed or written before this mark is reached.
+        Before this mark is reached, host memory must not be freed or written, and a `to` on the host must not be read.
 
         Returns:
             A mark that is reached when the copy is complete. Copies in one direction keep their order, so when the mark

@@ -8,9 +8,9 @@
 
 Each gradient is sent to the host as soon as backward has computed it, and the host sums gradients over micro-batches in
 fp32. The exception is weights.order=by_layer: then the device sums the gradients of a block's weights, and sends an
-fp32 sum once per window (`by_layer.py`). With a single micro-batch per window the gradients stay in 16 bits. An
-update rounds the new master to 16 bits: the result is copied to the weight on the device, or stored in host memory if
-the weight is streamed.
+fp32 sum once per window (`by_layer.py`). With a single micro-batch per window the gradients stay in 16 bits. An update
+rounds the new master to 16 bits: the result is copied to the weight on the device, or stored in host memory if the
+weight is streamed. `host_weight.py` describes weights without a full fp32 master.
 
 With early updates (`step_early`) the host updates a master while backward still runs, as soon as the last gradient of
 its weight in this window is on the host. Then gradients cannot be clipped by their global norm, and if a later gradient
@@ -46,7 +46,7 @@ class HostOptimizer(WindowOptimizer):
                                       `masters_on_host` and `gradients_on_host` in the threads of micro-batches
 
     Args:
-        inner: the torch optimizer. Its parameters are `HostWeight.wide`, and each call updates one of them.
+        inner: the torch optimizer. Its parameters are `HostWeight.wide`; each call of its `step` updates one of them.
         masters: weight -> its `HostWeight`, which stores the master and the summed gradient.
         weights: stores the 16-bit weights, on the device or in host memory.
         link: copies gradients to the host and updated weights to the device.
@@ -59,7 +59,8 @@ class HostOptimizer(WindowOptimizer):
         self.masters, self.weights, self.link = masters, weights, link
         self._group = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self._reading = Reading()  # unscales and clips this window's gradients when they are applied
-        self._norms: list[Tensor] = []  # L2 norm of each unscaled gradient of this window
+        # L2 norm of each unscaled gradient of this window that was not applied inside backward
+        self._norms: list[Tensor] = []
         self._steps_early = False  # True: this run updates masters inside backward
         self._not_finite: str | None = None  # name of the first parameter whose gradient was not finite in `finish`
 
@@ -80,7 +81,7 @@ class HostOptimizer(WindowOptimizer):
             clip_value: clamps gradient elements to this absolute value; None: off.
 
         Raises:
-            NotFinite: a gradient is not finite, and earlier updates of this window cannot be undone.
+            NotFinite: the gradient is not finite, and earlier updates of this window cannot be undone.
             DriveFailed: a drive that stores the master or the optimizer state failed.
 
         On a card these errors occur in the host thread. A later call raises them, when it sends a gradient, or waits
@@ -105,10 +106,10 @@ class HostOptimizer(WindowOptimizer):
     # --- after backward -------------------------------------------------------------------------------------------
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
-        """Waits until all gradients are on the host, and computes the norms of the gradients that were not applied
-        inside backward. Discards these gradients if one of them is not finite. With early updates the global norm is
-        None, and the loss counts as finite, because `MasterWeights` has already checked the loss. Raises: NotFinite,
-        DriveFailed: an earlier update failed."""
+        """Waits until all gradients are on the host and all early updates are done, and computes the norms of the
+        gradients that were not applied inside backward. Discards these gradients if one of them is not finite. With
+        early updates the global norm is None, and the loss counts as finite, because `MasterWeights` has already
+        checked the loss. Raises: NotFinite, DriveFailed: an earlier update failed."""
         self.link.finish()
         collected, self._reading = self._collected(), Reading(1 / scale)
         with host_side():
@@ -151,7 +152,7 @@ class HostOptimizer(WindowOptimizer):
 
     def drop_gradients(self, stepped: bool) -> None:
         """Discards the gradients of a skipped step. After a step this is a no-op, because each update ends with
-        `HostWeight.used`, which frees the gradient or marks it as applied."""
+        `HostWeight.used`, which marks the gradient as applied."""
         for master in () if stepped else self._collected():
             master.complete = False
 
@@ -226,9 +227,9 @@ class HostOptimizer(WindowOptimizer):
         return master.weight, master.name, master.master_tensors() | self.state.get(master.wide, {})
 
     def mark_used(self, early: bool) -> None:
-        """Frees the gradients or marks them as applied, as an optimizer step does, but updates no weight. The planner
-        calls this method to compute the memory that remains allocated after a step. Args: early: True: as if the
-        gradients were applied inside backward."""
+        """Marks the gradients as applied, and frees the gradients that a step would free, but updates no weight. The
+        planner calls this method to compute the memory that remains allocated after a step. Args: early: True: as if
+        the gradients were applied inside backward."""
         for master in self._collected():
             master.used(early)
 

@@ -8,12 +8,12 @@ optimizer step. In the order of a run, the callback
     creates the masters from the loaded weights, before the weights are rounded and moved    `make`
     creates the optimizer of the masters                                                     `optimizer`
     sends each gradient to the host as soon as backward has computed it                      `on_fit_start`
-    makes each module wait for its own updated weights before its forward pass               `on_fit_start`
+    makes each block, and each module outside the blocks, wait for its updated weights       `on_fit_start`
     saves the masters under the names of the weights                                         `on_save_checkpoint`
 
-There is one master per parameter, so tied weights stay tied. A frozen weight has no master, and is rounded once. Source
-for masters: Micikevicius et al. 2018, arXiv 1710.03740. Source for masters on the host: Ren et al. 2021, arXiv
-2101.06840.
+There is one master per parameter, so tied weights stay tied. A frozen weight has no master, and is rounded once (not
+with precision=bf16-sr, see `make`). Source for masters: Micikevicius et al. 2018, arXiv 1710.03740. Source for masters
+on the host: Ren et al. 2021, arXiv 2101.06840.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from lowmem.offload.link import Link, link_to
 from lowmem.offload.on_device import WeightsOnDevice
 from lowmem.system.errors import NotFinite
 
-ROUNDINGS = "random_roundings"  # key of a checkpoint: name -> number of random roundings of the weight
+ROUNDINGS = "random_roundings"  # key of a checkpoint: name of a weight -> number of its updates with random rounding
 
 
 class MasterWeights(Callback):
@@ -49,7 +49,7 @@ class MasterWeights(Callback):
         self.link: Link | None = None  # created in `connect`
         self.masters: dict[nn.Parameter, HostWeight] = {}  # weight -> its `HostWeight`, in the model's order
         self.rests: Mapping[str, Tensor] = {}  # name -> lower half of the fp32 weight, from a checkpoint; see `make`
-        self._roundings: Mapping[str, int] = {}  # name -> number of random roundings of a weight, from a checkpoint
+        self._roundings: Mapping[str, int] = {}  # `ROUNDINGS` of the loaded checkpoint
         self._hooks: list = []
         # sum of the losses of this window's micro-batches so far; used only with early updates
         self._loss: Tensor | float = 0.0

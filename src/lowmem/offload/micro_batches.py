@@ -24,7 +24,7 @@ from lowmem.system.random_state import States, captured, restored, seeded
 
 
 class Generators:
-    """The states of the random number generators, one per micro-batch.
+    """The states of the random number generators, separate for each micro-batch.
 
     Args:
         device: the device that computes.

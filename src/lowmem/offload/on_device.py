@@ -1,8 +1,8 @@
-"""Defines the interface `WeightsOnDevice`. Its classes decide where weights are stored while they are not in use, and
-in which order the micro-batches of a window run through the blocks.
+"""Defines the interface `WeightsOnDevice`. This class and its subclasses decide where weights are stored while they are
+not in use, and in which order the micro-batches of a window run through the blocks.
 
 `WeightsOnDevice` itself is the default: all weights stay on the device. `StreamedWeights` (`streamed.py`) overrides
-most methods. The main callers are `MasterWeights`, `HostOptimizer` and `CausalLM`. They call:
+most methods. The main callers are `MasterWeights`, `HostOptimizer`, `CausalLM` and the memory meter. They call:
 
     bring_in, put                   before and after each weight's update on the host (swapping with a drive); also when
                                     the master or the optimizer state has been created or restored
@@ -26,7 +26,7 @@ from lowmem.system.scratch_file import Drive
 
 
 class WeightsOnDevice:
-    """Keeps all weights on the device. Subclasses keep some weights in host memory."""
+    """Keeps all weights on the device. The subclass `StreamedWeights` keeps some weights in host memory."""
 
     streams = False  # True: some weights are stored in host memory, and are copied to the device before their use
     overlaps = False  # True: several micro-batches of a window may be in progress at the same time
@@ -95,9 +95,8 @@ class WeightsOnDevice:
     def bring_in(self, p: nn.Parameter) -> None:
         """Reads the tensors that the update of a weight needs from the drive into host memory: the master, the
         optimizer state and, with weights.drive_holds=all, the block's 16-bit weights. A no-op without a drive. Call
-        this method before the host updates the weight, and before `put` stores tensors that were created or restored.
-        Raises:
-        DriveFailed: a read or write failed."""
+        this method before the host updates the weight, and before `put` is called with tensors that were created or
+        restored. Raises: DriveFailed: a read or write failed."""
 
     def put(self, p: nn.Parameter, name: str, tensors: Mapping[str, object]) -> None:
         """Allows the drive to swap out the host tensors of a weight until the weight's next `bring_in`. A no-op without
@@ -143,7 +142,7 @@ class WeightsOnDevice:
 
     def staging_buffers(self) -> Iterable[Tensor]:
         """Returns host buffers that do not store weights: for copies of embedding rows to the device, and for reads
-        from and writes to a drive."""
+        from and writes to a drive. The staging slots of `link.py` and `registered.py` are not included."""
         return ()
 
     @property

@@ -30,7 +30,7 @@ from lowmem.system.units import CATEGORIES, GIB
 log = logging.getLogger(__name__)
 
 CUDA_COLUMNS = ("allocated_bytes", "allocated_peak_bytes", "reserved_bytes", "reserved_peak_bytes", "retries", "ooms")
-# columns that are logged for each phase -> "host" or "device", the memory that the column describes
+# column that is logged for each phase -> "host" or "device", the memory that the column describes
 SIDES = {"rss_peak_bytes": "host"}
 SIDES |= dict.fromkeys(("held_bytes", "live_peak_bytes", "allocated_peak_bytes", "reserved_peak_bytes"), "device")
 DRIVE_COLUMNS = ("drive_bytes", "drive_read_bytes", "drive_written_bytes")
@@ -74,7 +74,7 @@ class MemoryMeter(Callback):
         self._out, self._csv, _ = csv_rows.open_csv(file, COLUMNS, resumed_at)
         self._tracker: StorageTracker | None = None
         self._phase: str | None = None
-        self._step = self._start = 0  # _start: number of steps before the resume
+        self._step = self._start = 0  # _start: the step at which the run was resumed, or 0
         # phase -> its row, which `_close_window` writes after an optimizer step, an evaluation, a save, or the load
         self._window: dict[str, dict] = {}
         self._held: dict[tuple[str, int], int] = {}  # cache: (phase, bytes of gradients) -> bytes of the device side
@@ -91,7 +91,8 @@ class MemoryMeter(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self._parameters, self._buffers = ledger.parameters(module), ledger.buffers(module)
-        self.ledger.own("optimizer", module.weights.drive_tensors, "drive")  # first owner wins
+        # registered before all other owners, because a storage counts for its first owner
+        self.ledger.own("optimizer", module.weights.drive_tensors, "drive")
         self._drive = module.weights.drive
         side = module.ranks.side
         self.ledger.own("weights", lambda: self._buffers)
@@ -327,8 +328,8 @@ class MemoryMeter(Callback):
 
     def by_phase(self) -> dict[str, dict[str, int]]:
         """Returns the peaks of each phase in bytes: "host" is the peak resident memory of the process, and "device" is
-        the peak of allocated bytes on CUDA, or of live tensors in sampled steps on a CPU. The key "device" is missing
-        if nothing was measured."""
+        the peak of allocated bytes on CUDA, or on a CPU the peak of live tensors where they were sampled. The key
+        "device" is missing if nothing was measured."""
         peaks = {}
         for phase, sizes in self._highest.items():
             device = sizes.get("allocated_peak_bytes", sizes.get("live_peak_bytes"))

@@ -31,11 +31,11 @@ from lowmem.memory.ledger import OwnedStorage, Owner, Side, plain_tensors
 from lowmem.system.torch_private import TorchDispatchMode, storage_key, tree_leaves
 from lowmem.system.units import CATEGORIES, HOST_CATEGORIES
 
-MOST = 2000  # number of points in a thinned timeline, enough for a plot
+MOST = 2000  # approximate number of points in a thinned timeline, enough for a plot
 
 
 class Point(NamedTuple):
-    """Live bytes after one event, by category, on the device side and on the host side."""
+    """Live bytes by category, on the device side and on the host side, at the start of tracking or after one event."""
 
     phase: str
     bytes: dict[str, int]
@@ -64,8 +64,9 @@ _thread = _Thread()
 
 
 def belongs(tensor: Tensor, category: str, side: Side = "device") -> None:
-    """Tells all active trackers the category and the side of a tensor. Args: side: "device" or "host": where the tensor
-    would be in a run on a card."""
+    """Tells all active trackers the category and the side of a tensor. If a tracker has not seen the tensor's storage
+    yet, for example because the host thread created it, the tracker records the storage as created now. Args: side:
+    "device" or "host": where the tensor would be in a run on a card."""
     for tracker in _active:
         tracker.own(tensor, Owner(category, side, tuple))
 

@@ -65,7 +65,9 @@ class Sizes(NamedTuple):
     tensors: int = 0  # tensors that are on the drive instead of in host memory
     files: int = 0  # the files; each tensor in a file is padded to full pages
     room: int = 0  # memory limit of the buffers (`SwapFiles._room`); for both kinds of files, the sum of their limits
-    stepped: int = 0  # part of `files` that each optimizer step reads and writes: all but weights of frozen blocks
+    # part of `files` that each optimizer step reads and writes: all except weights of blocks that stream only frozen
+    # weights
+    stepped: int = 0
     masters: int = 0  # part of `tensors`: masters, or their lower halves
     weights: int = 0  # part of `files`: 16-bit weights of blocks
 

@@ -222,8 +222,8 @@ class Edge(HeadSource):
 
     def whole_gradient(self) -> None:
         """Reports to the sink that all tiles of the gradient have been sent. For a tied weight this is a no-op, because
-        `_leave` reports after it has sent the embedding's gradient. Returns None instead of the gradient, which is in
-        host memory."""
+        `_leave` reports after it has sent the embedding's gradient. Returns None instead of the gradient, which is sent
+        to host memory."""
         if self.embedding is None:
             self.sink.complete(self.weight)
 

@@ -1,5 +1,5 @@
-"""Runs the optimizer on the CPU: sums and clips gradients in host memory, and updates the weights or their fp32 masters
-(`host_weight.py`).
+"""Runs the optimizer on the CPU: sums gradients in host memory, clips them as they are applied, and updates the weights
+or their fp32 masters (`host_weight.py`).
 
     device    backward computes a gradient        next forward pass reads the 16-bit weight
                        | 2 bytes per parameter               ^ 2 bytes per parameter and window,

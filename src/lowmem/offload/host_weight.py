@@ -7,8 +7,8 @@
 
 The inner optimizer's parameter is `wide` (fp32). In `SplitHostWeight` and `StochasticHostWeight`, `wide` has its own
 data only during an update; before and after the update it is a placeholder with the shape of the weight. With an
-optimizer that is `OnePass` (for `SplitHostWeight`) or `InPieces` (for `StochasticHostWeight`), it also is a placeholder
-during the update.
+optimizer that is `OnePass` (for `SplitHostWeight`) or `InPieces` (for `StochasticHostWeight`), `wide` is a placeholder
+during the update, too.
 
 On a card the link's host thread adds gradients and updates weights: it calls `add`, `use`, `use_rows`, `gradient`,
 `narrow`, `step`, `master_tensors` and `used`. Meanwhile other threads may call `tensors`, and may read `sum` and the
@@ -235,7 +235,8 @@ class SplitHostWeight(HostWeight):
 
 class StochasticHostWeight(HostWeight):
     """A bf16 weight without a master: each update is rounded up or down at random, so that the expected value of the
-    rounding error is zero.
+    rounding error is zero. If the weight is not streamed, updates change a copy of the weight in host memory (`own`),
+    which is then copied to the device.
 
     The random numbers of an update depend only on the seed, the parameter's name and the number of the parameter's
     earlier updates. So neither the order in which weights are updated nor random numbers drawn elsewhere change the

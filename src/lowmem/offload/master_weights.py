@@ -3,7 +3,9 @@ the training loop.
 
 The card keeps only the 16-bit weights (2 bytes per parameter; of streamed weights only those in use). Host memory keeps
 the fp32 masters (`host_weight.py` describes other forms of masters), the optimizer state, and the gradients of an
-optimizer step. In the order of a run, the callback
+optimizer step. (With weights.drive= a drive keeps masters and optimizer state of streamed weights.)
+
+In the order of a run, the callback
 
     creates the masters from the loaded weights, before the weights are rounded and moved    `make`
     creates the optimizer of the masters                                                     `optimizer`

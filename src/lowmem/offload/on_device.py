@@ -2,7 +2,8 @@
 not in use, and in which order the micro-batches of a window run through the blocks.
 
 `WeightsOnDevice` itself is the default: all weights stay on the device. `StreamedWeights` (`streamed.py`) overrides
-most methods. The main callers are `MasterWeights`, `HostOptimizer`, `CausalLM` and the memory meter. They call:
+most methods. The main callers are `MasterWeights`, `HostOptimizer`, `CausalLM` and the memory meter. Their most
+important calls:
 
     bring_in, put                   before and after each weight's update on the host (swapping with a drive); also when
                                     the master or the optimizer state has been created or restored

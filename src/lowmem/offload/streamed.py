@@ -1,5 +1,5 @@
 """Streams weights: the weights of each streamed block (16-bit, or packed 4-bit) are stored in host memory or on a
-drive, and are copied to the device just before the block computes. An embedding and a head can be streamed, too
+drive, and are copied to the device shortly before the block computes. An embedding and a head can be streamed, too
 (`edges.py`). `CausalLM`, `MasterWeights` and `HostOptimizer` use the class `StreamedWeights` through the interface in
 `on_device.py`.
 
@@ -13,7 +13,8 @@ compute stream waits:
 
     forward pre-hook of block n          free all slots except that of block n and those with prefetched next blocks,
                                          wait for block n's copy, prefetch the next (slots - 1) blocks
-    forward hook of block n              free block n's slot, unless backward or another micro-batch needs it next
+    forward hook of block n              free block n's slot, unless block n computes next, in backward or for
+                                         another micro-batch
     hook on the gradient of n's output   free the slots of later blocks, wait for block n's copy, prefetch blocks before
                                          n (first n - 1) while slots are free
 
@@ -121,11 +122,12 @@ class StreamedWeights(WeightsOnDevice):
         self.blocks, self._owned, self.edges, self._in_blocks = layout
         self.slot_count = min(slots, len(self.blocks))
         self.overlaps = by_layer
-        self._window: ByLayer | None = None  # runs the current window; None if not `by_layer` or between windows
+        # runs the current window; None between windows, without `by_layer`, and in a window of one micro-batch
+        self._window: ByLayer | None = None
         self._sink: GradientSink | None = None
         self._on_host = {p for owned in self._owned for p in owned} | {edge.weight for edge in self.edges}
         self._holds_weights = drive_weights
-        self._reads = drive is not None and drive_weights  # the blocks' 16-bit weights are read from the drive
+        self._reads = drive is not None and drive_weights  # True: the weights of blocks are read from the drive
         self._on_drive = None if drive is None else self._stored_by(drive)
         self.lane: Lane | None = None
         self._up: Registered | None = None  # copies weights from host memory, or from the drive, to the device
@@ -151,7 +153,7 @@ class StreamedWeights(WeightsOnDevice):
             p.data = nowhere(p, p.dtype, self.device)
         if self._reads and weights[0] in self._in_blocks:
             self._on_drive.put_weights(weights[0], host_block.flat)
-        trim()  # otherwise the memory meter would not see that later allocations reuse the freed weights' memory
+        trim()  # otherwise later allocations would reuse the freed memory, and the memory meter would not see them
         return host_block
 
     def waits_on_host(self, p: nn.Parameter) -> bool:
@@ -229,8 +231,8 @@ class StreamedWeights(WeightsOnDevice):
             # Without a shared heap, each micro-batch's thread would have its own heap: 1.8 GiB more for GPT-2 XL at
             # 8 x 256 tokens.
             share_heap()
-            # Gradients may wait on the card up to the size of the largest block's 16-bit weights. The fp32 sums of this
-            # block's gradients have twice that size, and are sent in one burst.
+            # The fp32 sums of a block's gradients are sent in one burst. If the full block is trained, the burst has
+            # twice the size of the block's 16-bit weights. Half of the largest burst may wait on the card.
             sink.link.ahead = max(host_block.flat.numel() for host_block in self.host_blocks)
         self._slots = [self._new_slot() for _ in range(self.slot_count)]
         for edge in self.edges:

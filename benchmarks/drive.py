@@ -289,9 +289,11 @@ ROWS = {"train": train_three_steps, "turn": in_turn, "share": share}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="a folder on the drive")
+    parser.add_argument("--folder", type=Path, help="a folder on the drive; needed except with --row")
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
     options = options_of(parser, lambda kind, *arguments: ROWS[kind](*arguments))
+    if options.folder is None:
+        parser.error("the following arguments are required: --folder")
     results = stored("drive")
     for part in options.part:
         results |= {part: PARTS[part][0](options.folder.absolute()), "machine": machine()}

@@ -5,7 +5,6 @@ import hashlib
 import random
 import resource
 import shlex
-import time
 
 import numpy as np
 import pytest
@@ -181,11 +180,6 @@ def test_text_file_of_one_character_is_refused(tmp_path):
 # --- overlong words, and a full disk ---------------------------------------------------------------------------------
 
 
-def _letters(count):
-    draw = random.Random(0)
-    return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=count))
-
-
 def test_overlong_word_is_split_only_for_tokenizer_training(tmp_path, monkeypatch):
     """LONGEST_WORD exceeds the length of every word in ordinary text, so splitting does not change the tokenizer of
     such a text."""
@@ -210,17 +204,6 @@ def test_splitting_overlong_words_does_not_change_a_tokenizer_of_ordinary_text(t
     assert token_store.tokenize(texts, tmp_path / "b", 300).tokenizer.backend_tokenizer.to_str() == (
         ours.backend_tokenizer.to_str()
     )
-
-
-@pytest.mark.parametrize("letters", [200_000, pytest.param(2_000_000, marks=pytest.mark.matrix)])
-def test_tokenizer_training_on_one_overlong_word_takes_under_10_microseconds_per_letter(tmp_path, letters):
-    """Without splitting, 200 000 letters take 8 s and 2 000 000 letters take 90 s of one core; with splitting, 0.5 s
-    and 6 s."""
-    (tmp_path / "one.txt").write_text(f"some words and {_letters(letters)}\n\nthe end of it\n")
-    before = time.process_time()
-    made = token_store.tokenize(text_files.text(str(tmp_path / "one.txt"), "*", 0.01), tmp_path / "cache", 4096)
-    assert time.process_time() - before < letters / 1e5
-    assert len(made.train.ids) > letters / 4
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def test_every_signal_in_every_phase_ends_a_run_without_losing_a_step(start, who
 @pytest.mark.wrong
 @pytest.mark.parametrize("phase", [pytest.param("load", marks=pytest.mark.matrix), "step"])
 def test_run_without_signal_handlers_fails_the_checks_of_signals(start, whole, tmp_path, phase):
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=f"== {CODES['SIGTERM']}"):  # the exit code
         ends_well(start, whole, tmp_path, phase, "SIGTERM", deaf=True)
 
 

@@ -258,12 +258,14 @@ def test_offloaded_block_inputs_are_freed_with_the_autograd_graph(batch):
 
     from lowmem.techniques.gradient_checkpointing import boundary
 
-    alive = weakref.WeakSet()
+    alive, count = weakref.WeakSet(), 0
     made = boundary.OnHost.__init__
 
     def counted(self, *arguments, **named):
+        nonlocal count
         made(self, *arguments, **named)
         alive.add(self)
+        count += 1
 
     boundary.OnHost.__init__ = counted
     try:
@@ -274,7 +276,7 @@ def test_offloaded_block_inputs_are_freed_with_the_autograd_graph(batch):
     finally:
         boundary.OnHost.__init__ = made
     gc.collect()
-    assert not alive
+    assert count and not alive
 
 
 def test_checkpointing_a_model_without_blocks_or_with_k_of_0_is_refused():

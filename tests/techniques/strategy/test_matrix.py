@@ -108,8 +108,9 @@ def test_strategy_with_a_deliberate_fault_differs_from_one_process(ranks, folder
     # One row per rank. With two rows, the numbers of tokens of the ranks are nearly equal, so a fault changes little.
     # Differences of bf16 products between processors could then hide the fault.
     case = replace(typed(case, strategy), together=2)
+    of_ranks, of_one = ranks(replace(case, wrong=mistake)), alone(case)
     try:
-        found = apart(ranks(replace(case, wrong=mistake)), alone(case))
+        found = apart(of_ranks, of_one)
     except AssertionError:  # ranks that no longer agree
         return
     assert any(found[what] > 3 * band for what, band in bands.items()), found

@@ -428,9 +428,10 @@ def test_streaming_a_model_with_a_shared_mlp_and_repeated_blocks_has_the_gradien
             )
             weights.start()
         losses.full(model, batch).backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    assert all(map(torch.equal, gradients(streams=True), gradients(streams=False)))
+    streamed, resident = gradients(streams=True), gradients(streams=False)
+    assert streamed.keys() == resident.keys() and all(torch.equal(streamed[name], resident[name]) for name in resident)
 
 
 def test_streaming_with_too_few_blocks_or_invalid_slots_or_resident_blocks_is_refused():

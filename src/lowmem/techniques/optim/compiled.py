@@ -53,7 +53,8 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
 
 def _without(source: Path, why: str) -> None:
     log.info(
-        f"optim={source.stem}: {why}, so the optimizer step runs as torch operators and takes about 5 times as long."
+        f"optim: {why}, so {source.name} is not compiled. The optimizer step runs as torch operators and takes about 5 "
+        "times as long."
     )
 
 

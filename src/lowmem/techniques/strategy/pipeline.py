@@ -138,11 +138,13 @@ class Pipeline(Divided):
     def neediest(self) -> tuple[int, ...]:
         """Returns the indices of the stages that may need the most memory: the first (embedding), the last (logits),
         the stage with the most bytes of weights, and the stage with the most activations (blocks times stored
-        micro-batches). With 1F1B, stage s (from 0) of S stages stores the activations of up to S - s micro-batches."""
+        micro-batches). With GPipe all stages store equally many micro-batches. With 1F1B, stage s (from 0) of S stages
+        stores up to S - s micro-batches, but a window with fewer than S micro-batches uses GPipe (`_schedule`)."""
         cuts, stages = self.stage.division.cuts, range(self.size)
-        stored = [(cuts[n + 1] - cuts[n]) * (1 if self.schedule is ScheduleGPipe else self.size - n) for n in stages]
-        most = (max(stages, key=stored.__getitem__), max(stages, key=self.stage.division.bytes))
-        return tuple(sorted({0, *most, self.size - 1}))
+        blocks = [cuts[n + 1] - cuts[n] for n in stages]
+        stored = [count * (self.size - n) for n, count in enumerate(blocks)]
+        sizes = (blocks.__getitem__, stored.__getitem__, self.stage.division.bytes)
+        return tuple(sorted({0, *(max(stages, key=size) for size in sizes), self.size - 1}))
 
     def _groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Returns (weight, process group of its stages) for each trained weight that this stage shares with other

@@ -240,6 +240,20 @@ def test_checkpointing_a_model_that_changes_hidden_states_between_blocks_gives_t
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("apply", [checkpointing.every_layer, checkpointing.offload, checkpointing.selective])
+def test_checkpointing_refuses_a_block_that_changes_its_input_in_place(apply):
+    class Adding(Thin):
+        def forward(self, x):
+            return super().forward(x.add_(1.0))
+
+    model = nn.Sequential(Adding(), Thin()).train()
+    checkpointing.none(model)
+    model(torch.randn(8, 16)).sum().backward()
+    apply(model)
+    with pytest.raises(Refused, match="Adding changes its input in place"):
+        model(torch.randn(8, 16))
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_in_place_change_of_a_checkpointed_block_input_raises_an_error_in_backward(k):
     model = nn.Sequential(Thin(), Thin()).train()

@@ -127,7 +127,8 @@ class Alone(Recomputed):
         if self._repeating or not self.block.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         _refuse_cache(self.block, args, kwargs)
-        boundary, call = self.boundary(_hidden(args, kwargs)), BlockCall(self.block, args, kwargs)
+        entered = _hidden(args, kwargs)
+        version, boundary, call = entered._version, self.boundary(entered), BlockCall(self.block, args, kwargs)
         # A list, so that `run` can drop the call, whose arguments refer to the block's input. Until backward only the
         # boundary may refer to this input.
         first_call = [partial(self.forward, *args, **kwargs)]
@@ -135,7 +136,13 @@ class Alone(Recomputed):
         def run() -> object:
             return first_call.pop()() if first_call else self._repeat(boundary, [call])
 
-        return checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
+        output = checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
+        if entered._version != version:  # a copy of the input to the host may still be in progress
+            raise Refused(
+                f"gradient_checkpointing: {type(self.block).__name__} changes its input in place, so backward cannot "
+                "recompute it. Type gradient_checkpointing=none."
+            )
+        return output
 
 
 class Segment(Recomputed):

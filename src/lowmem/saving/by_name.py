@@ -1,23 +1,24 @@
 """Converts between the shards of a process and the full tensors of a checkpoint, by parameter name.
 
 A strategy that divides the model saves a checkpoint as a folder, every other strategy as a file, and every strategy can
-load both. The weights and the optimizer state in a checkpoint are full tensors in the model's original layout, so
-another strategy or another number of processes can load them. Who calls this module:
+load both. (Exception: `optimizer_state` refuses some files of earlier versions.) The weights and the optimizer state in
+a checkpoint are full tensors in the model's original layout, so another strategy or another number of processes can
+load them. Who calls this module:
 
     saving a folder             `AtomicCheckpointIO`: tensors_and_rest
     loading a folder            `AtomicCheckpointIO`: load
-    saving either kind          `CausalLM`: stepped, whose names the checkpoint stores
+    saving either kind          `CausalLM`: stepped; the checkpoint stores the names
     loading weights             `CausalLM`: load_weights, if the model is divided or the checkpoint is a folder
     loading optimizer state     `CausalLM`: optimizer_state, with every strategy
 
-A process that has a part of the model reads and writes plain tensors (`OneDevice.local` in
-`techniques/strategy/contract.py`): its shards, or in a pipeline the full parameters of its stage. When saving, each
-shard becomes a piece of the full tensor. When loading, each process reads its shards from the file or the folder.
+The shards of a process are plain tensors (`OneDevice.local` in `techniques/strategy/contract.py`); in a pipeline they
+are the full parameters of its stage. When saving, each shard becomes a piece of the full tensor. When loading, each
+process reads its shards from the file or the folder.
 
 If tensor parallelism shards a fused layer (such as query, key and value in one matrix), a shard is not a contiguous
 part of the full tensor, so `as_dtensor` gathers the full tensor on every process. When a folder is loaded, one such
-tensor exists at a time. When saving, all gathered tensors are kept until the checkpoint is written. Apart from these
-gathers, loading does not communicate.
+tensor exists at a time. When saving, all gathered tensors are kept until the checkpoint is written. Loading a folder
+communicates only for these gathers, and loading a file does not communicate.
 """
 
 import logging
@@ -94,7 +95,7 @@ def _weights(state_dict: Mapping[str, Tensor], module: LightningModule, tied: di
 
 
 def _tied(module: LightningModule) -> dict[str, str]:
-    """Returns additional name of a tied parameter -> first name of the parameter."""
+    """Returns a mapping from each additional name of a tied parameter to the parameter's first name."""
     first_names = {id(p): name for name, p in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first_names[id(p)] for name, p in every if name != first_names[id(p)]}
@@ -104,10 +105,11 @@ def _tied(module: LightningModule) -> dict[str, str]:
 
 
 def load(folder: Path) -> dict:
-    """Returns the checkpoint in a folder, with the keys that `tensors_and_rest` received.
+    """Returns the checkpoint in a folder, with the keys that `tensors_and_rest` received and the key `tied`.
 
-    The values of weights and optimizer state stay in the folder. `state_dict`, and the key `stored` of the only dict in
-    `optimizer_states`, are `CheckpointTensors`, from which each process reads its shards.
+    The values of weights and optimizer state stay in the folder. Each process reads its shards from two
+    `CheckpointTensors`: `state_dict` has the weights and buffers, and the key `stored` of the only dict in
+    `optimizer_states` has the tensors of the optimizer state.
     """
     content, stored = checkpoint_folder.load(folder)
     for name, first_name in content["tied"].items():
@@ -124,8 +126,15 @@ def load(folder: Path) -> dict:
 
 @torch.no_grad()
 def load_weights(module: LightningModule, state_dict: Mapping[str, Tensor], rests: Mapping[str, Tensor]) -> None:
-    """Loads a checkpoint's weights and buffers into this process's shards, one by one. Args: rests: name -> lower 16
-    bits of the fp32 numbers of a weight, if the checkpoint stores the upper and lower bits separately."""
+    """Loads a checkpoint's weights and buffers into this process's shards, one by one. All processes must call this
+    function.
+
+    Args:
+        module: the module to fill.
+        state_dict: name -> saved tensor: `CheckpointTensors` for a folder, otherwise the tensors of a file.
+        rests: name -> lower 16 bits of the fp32 numbers of a weight, if the checkpoint stores the upper and lower bits
+            separately.
+    """
     parameters, tied = dict(module.named_parameters()), _tied(module)
     for name, tensor in checkpoint_state(module).items():
         if name not in tied and not tensor.is_meta:
@@ -154,8 +163,8 @@ def _fill(
         name: name of the saved tensor.
         tensors: name -> saved tensor: `CheckpointTensors` for a folder, otherwise the tensors of a file.
         ranks: the strategy that shards the tensor.
-        widened: converts a tensor of a file before it is sharded: joins the upper half of a weight with its lower half.
-            Not called for a folder, which stores no halves.
+        widened: converts a tensor of a file before the tensor is sharded: joins the upper half of a weight with its
+            lower half. Not called for a folder, which stores no halves.
     """
     if not isinstance(tensors, checkpoint_folder.CheckpointTensors):
         shard.copy_(ranks.shard_of(p, widened(tensors[name])))
@@ -168,8 +177,9 @@ def _fill(
 
 
 class LazyState(Mapping[str, object]):
-    """The optimizer state of one parameter. Each access reads the value from the checkpoint again. Args: readers: key
-    -> function that returns the value."""
+    """The optimizer state of one parameter. Each access reads the value from the checkpoint again. With tensor
+    parallelism and a folder, reading the state of a fused layer is a collective, so all processes must read the same
+    values in the same order. Args: readers: key -> function that returns the value."""
 
     def __init__(self, readers: dict[str, Callable[[], object]]) -> None:
         self.readers = readers
@@ -187,8 +197,12 @@ class LazyState(Mapping[str, object]):
 def optimizer_state(module: LightningModule, optimizer: Optimizer, checkpoint: dict) -> dict:
     """Returns this process's shard of the saved optimizer state, as the argument of the optimizer's `load_state_dict`.
     Also removes, from the learning rate schedules in `checkpoint`, the values of parameter groups that this process
-    does not have. Raises: Refused: sharding needs the parameter names, which this checkpoint of an earlier version does
-    not have."""
+    does not have. All processes must call this function, and read the result together (see `LazyState`).
+
+    Raises:
+        Refused: the optimizer state must be sharded, and this checkpoint of an earlier version lacks the parameter
+            names that sharding needs.
+    """
     (theirs,) = checkpoint["optimizer_states"]
     names = checkpoint["lowmem"].get("stepped")  # None: written on one device by an earlier version without this key
     ours = stepped(module)
@@ -247,7 +261,7 @@ def _readers_from_folder(theirs: dict) -> ReadersOf:
 
 
 def _readers_from_file(theirs: dict, names: list[str], weights: Mapping[str, Tensor]) -> ReadersOf:
-    # all names of a tied weight have the same address
+    # A tied weight has one state and several names in `weights`, all with the address of the same mapped memory.
     names_by_memory: dict[int, str] = {weights[name].data_ptr(): name for name in names}
     state = {name: theirs["state"].get(number, {}) for number, name in enumerate(names)}
 
@@ -267,8 +281,8 @@ def _itself(value: object) -> object:
 
 
 def _keep_own_groups(schedules: list[dict], saved_roles: list[str], own_roles: list[str]) -> None:
-    """Removes the values of parameter groups that this process does not have from the saved learning rate schedules, in
-    place. These values are in lists with one value per saved group."""
+    """Changes saved learning rate schedules in place: their lists with one value per saved parameter group keep only
+    the values of the groups that this process has."""
     for schedule in schedules if saved_roles != own_roles else ():
         for key, value in schedule.items():
             if isinstance(value, list) and len(value) == len(saved_roles):

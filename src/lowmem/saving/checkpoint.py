@@ -3,12 +3,12 @@
     AtomicCheckpointIO    writes, reads and deletes one checkpoint, for Lightning
     Checkpoints           callback: decides when to save, and deletes old checkpoints
     newest, find          select and verify the checkpoint to start from
-    Saved                 settings and counts of that checkpoint, and checks that it belongs to this run
+    Saved                 settings and counts of that checkpoint, and checks that this run can use it
 
 A checkpoint is a file, or a folder if the strategy divides the model (`checkpoint_folder.py`). Any number of processes
 can read either kind. A checkpoint gets its final name only when it is complete. CRC-32 checksums show damage to a
-complete checkpoint. In a file they are part of the zip archive: torch writes them, but never checks them. In a folder
-the index contains them.
+complete checkpoint. In a file the checksums are part of the zip archive: torch writes them, but never checks them. In a
+folder the index contains the checksums of the tensors, and the index itself is a zip archive with checksums.
 """
 
 import hashlib
@@ -91,7 +91,8 @@ class Checkpoints(Callback):
         every: value of `save_every`: a number of optimizer steps, or a time such as 30min.
         keep: which checkpoints to keep. "last": the newest two, in case one is damaged. "best": the newest checkpoint,
             and the checkpoint with the lowest validation loss; a checkpoint is also saved after each evaluation that
-            lowers this loss. A number N: the newest N checkpoints.
+            lowers this loss. A number N: the newest N checkpoints. If the run was resumed from a checkpoint that was
+            not the newest, checkpoints of steps that the run has not reached again are kept, too.
         metered: returns a context in which the memory meter attributes memory to saving.
         paused: returns a context whose time does not count as part of a step.
     """
@@ -114,7 +115,7 @@ class Checkpoints(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self._since = time.monotonic()
-        drafts = self.folder.glob(".step-*.ckpt.writing")  # left by an earlier process that was killed while saving
+        drafts = self.folder.glob(".step-*.ckpt.writing")  # left by a process that was killed while saving or deleting
         for draft in drafts if module.ranks.rank == 0 else ():
             delete(draft)
 
@@ -125,7 +126,7 @@ class Checkpoints(Callback):
 
     def _late(self, ranks: OneDevice) -> bool:
         """Returns True if `every` is a time that has passed since the last attempt to save. Rank 0 decides for all
-        ranks, because their clocks differ."""
+        ranks, because their clocks differ. All processes must call this method."""
         return self.seconds < math.inf and ranks.broadcast(time.monotonic() - self._since >= self.seconds)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -143,7 +144,8 @@ class Checkpoints(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, module: LightningModule, checkpoint: dict) -> None:
         for tensors in (checkpoint["state_dict"], checkpoint.get("rests", {})):
-            # the model has copied these tensors, so evict the mapped pages of the file
+            # The model has copied the weights, so evict the mapped pages of the file. If masters are stored in two
+            # halves, `MasterWeights.make` copies the lower halves ("rests") later, and reads their pages again.
             page_out(tensor for tensor in tensors.values() if not tensor.is_meta)
         self.saved_step = checkpoint["global_step"]
 
@@ -155,12 +157,12 @@ class Checkpoints(Callback):
             self.best_step, self.best_loss = state_dict["best_step"], state_dict["best_loss"]
 
     def save(self, trainer: Trainer) -> None:
-        """Saves a checkpoint. All processes must call this method. If the checkpoint cannot be written, training ends,
-        older checkpoints are kept, and no further checkpoint is saved. The run then writes its weights to model/
-        instead (`model_folder.without_checkpoint`).
+        """Saves a checkpoint, and then deletes old ones. All processes must call this method. If the checkpoint cannot
+        be written, training ends, older checkpoints are kept, and later calls save nothing. The run then writes its
+        weights to model/ instead (`model_folder.without_checkpoint`).
 
         Raises:
-            NotFinite: a weight is inf or nan.
+            NotFinite: a weight of any process is inf or nan.
             DriveFailed: the drive that stores masters or optimizer state could not be read or written.
         """
         if self.ended_by:
@@ -201,7 +203,8 @@ def _all_finite(trainer: Trainer) -> bool:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, sorted by step. Does not verify their checksums."""
+    """Returns the complete checkpoints in a folder, sorted by step. Does not verify their checksums. Raises:
+    PermissionError: a checkpoint may not be read."""
     return [path for path in _named(folder) if _has_its_end(path)]
 
 
@@ -231,8 +234,9 @@ def _step(path: Path) -> int:
 def intact(path: Path) -> bool:
     """Returns True if all CRC-32 checksums of a checkpoint match its content.
 
-    A CRC-32 detects a single flipped bit, and any change within four adjacent bytes. It misses one in 4 billion other
-    changes, such as a page that was replaced by zeros. Checking 1 GB takes 0.3 s, computing a cryptographic digest 1 s.
+    A CRC-32 detects a single flipped bit, and any change within four adjacent bytes. Of all other changes, such as a
+    page that was replaced by zeros, a CRC-32 misses one in 4 billion. Checking 1 GB takes 0.3 s; a cryptographic digest
+    would take 1 s.
 
     Raises:
         PermissionError: the checkpoint may not be read.
@@ -250,7 +254,7 @@ def intact(path: Path) -> bool:
 
 def newest(folder: Path) -> Path | None:
     """Returns the newest intact checkpoint of a run for `resume=auto`, or None if the run has no intact checkpoint.
-    Args: folder: the run folder."""
+    Args: folder: the run folder. Raises: PermissionError: a checkpoint may not be read."""
     for path in reversed(_named(folder / "checkpoints")):
         if intact(path):
             return path
@@ -260,15 +264,16 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(named: str, key: str = "resume") -> Path:
-    """Finds and verifies the checkpoint that resume=, evaluate= or export= names. For a run folder this is the newest
-    complete checkpoint.
+    """Finds and verifies the checkpoint that resume=, evaluate= or export= names. If the value is a run folder or the
+    folder checkpoints/ of a run, its newest complete checkpoint is taken, and refused if it is damaged.
 
     Args:
-        named: the typed value: a checkpoint, a run folder, or its folder checkpoints/.
+        named: the typed value: a checkpoint, a run folder, or the folder checkpoints/ of a run.
         key: the typed key, for error messages.
 
     Raises:
         Refused: the checkpoint does not exist, is incomplete or is damaged.
+        PermissionError: a checkpoint may not be read.
     """
     path, typed = Path(named).expanduser(), f"{key}={named}"
     if path.is_dir() and not _is_one(path):
@@ -323,7 +328,7 @@ class Saved:
             self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # learning rate of the next step
             # digest of the tokenizer, and id of the W&B run; None: the run did not save this value
             self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")
-            # tokens at the beginning of every text; None: tokenized as by earlier versions, without beginning tokens
+            # tokens with which texts begin; None: tokenized as by earlier versions of lowmem, without such tokens
             self.begin = ours.get("begin")
             self.template = ours.get("template")  # chat template; None: the run had no conversations
             self.start = ours.get("start")  # digest of the initial model, if the loss has a reference model
@@ -335,7 +340,8 @@ class Saved:
 
     def check(self, module: LightningModule, tokenizer: PreTrainedTokenizerBase) -> None:
         """Checks that the weights fit this model, and that the saved run and this run have equal frozen weights,
-        tokenizers, chat templates and beginning tokens. Raises: Refused."""
+        tokenizers, chat templates and beginning tokens. Does not compare a tokenizer, a chat template or beginning
+        tokens that one of the two runs lacks. Raises: Refused."""
         shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_state(module).items()}
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):

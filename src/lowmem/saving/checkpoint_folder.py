@@ -1,13 +1,14 @@
 """Writes and reads a checkpoint as a folder: each process writes its shards of the model, and reads the shards that it
-needs. `AtomicCheckpointIO` (`checkpoint.py`) uses such a folder if the model is sharded.
+needs. `AtomicCheckpointIO` (`checkpoint.py`) uses such a folder if the strategy divides the model.
 
-torch's distributed checkpoint assigns pieces of tensors to processes when saving. When loading, it finds the pieces
-that overlap with the shards of a process. This module writes and reads the bytes. When saving, a process copies one
-piece at a time to the host. When loading, it copies the needed bytes from a mapped file to the shard. A folder has
-these files:
+torch's distributed checkpoint plans the work: when saving, it assigns pieces of tensors to processes; when loading, it
+finds the pieces that overlap with the shards of a process. This module writes and reads the bytes. When saving, a
+process copies one piece at a time to the host. When loading, a process copies the needed bytes from a mapped file to
+the shard. A folder has these files:
 
     part-00000.bin ...   the bytes of tensors, one file per process
-    index.pt             all other values, and for each piece its offsets in the tensor, its file and its CRC-32
+    index.pt             all other values; shapes and dtypes of the tensors; and for each piece its offsets and shape
+                         in the tensor, its file, its place in the file and its CRC-32
 
 torch's own writer and reader are not used: they keep a copy of all written tensors until the file is closed, always
 read full pieces, unpickle an index that may contain code, and store no checksums. Source:
@@ -42,7 +43,7 @@ from lowmem.system.process import page_out
 
 INDEX = "index.pt"
 ALIGNED = 64  # bytes: alignment of pieces in a file, suitable for every dtype
-AT_ONCE = 1 << 22  # bytes that are read at once to compute a CRC-32
+AT_ONCE = 1 << 22  # maximum bytes that are read at once to compute a CRC-32
 
 
 class Piece(NamedTuple):
@@ -225,14 +226,15 @@ class CheckpointTensors(Mapping[str, Tensor]):
 
 
 def load(folder: Path) -> tuple[dict, CheckpointTensors]:
-    """Returns the content and the tensors that `save` wrote. Tensor values stay in the files."""
+    """Returns the arguments `content` and `tensors` that `save` wrote. The values of `tensors` stay in the files until
+    `CheckpointTensors.read`."""
     index = torch.load(folder / INDEX, map_location="cpu", weights_only=True, mmap=True)
     return index["content"], CheckpointTensors(folder, index["tensors"])
 
 
 def has_its_end(folder: Path) -> bool:
-    """Returns True if the index can be read, and no file is shorter than the index says. Does not read the other files.
-    Raises: PermissionError: a file may not be read."""
+    """Returns True if the index can be read, and no file is shorter than the index says. Reads only the index, and the
+    sizes of the other files. Raises: PermissionError: a file may not be read."""
     try:
         with (folder / INDEX).open("rb") as file:  # `is_zipfile` returns False for an unreadable path
             if not zipfile.is_zipfile(file):
@@ -245,7 +247,7 @@ def has_its_end(folder: Path) -> bool:
 
 
 def _ends(stored: CheckpointTensors) -> dict[str, int]:
-    """Returns name of a file -> the smallest size in bytes that contains all of its pieces."""
+    """Returns a mapping from the name of each file to the offset in bytes at which its last piece ends."""
     ends: dict[str, int] = {}
     for piece in _pieces(stored):
         ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.bytes)
@@ -257,7 +259,7 @@ def _pieces(stored: CheckpointTensors) -> Iterator[Piece]:
 
 
 def intact(folder: Path) -> bool:
-    """Returns True if all pieces, and the index, still have the CRC-32 that was stored when they were written. Raises:
+    """Returns True if the CRC-32 checksums of all pieces and of the index match their content. Raises:
     PermissionError: a file may not be read."""
     try:
         with zipfile.ZipFile(folder / INDEX) as archive:

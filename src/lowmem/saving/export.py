@@ -74,8 +74,8 @@ class Weights:
         network.state_dict()  # calls a hook of FSDP, which frees the full weights that a forward pass has gathered
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
-        # parameter of a layer with which the export replaces an adapted or 4-bit layer -> function that returns its
-        # value
+        # For parameters that are not in the trained model: parameter -> function that computes its value. Filled by
+        # `export_adapter`, which replaces adapted and 4-bit layers of a sharded model by layers with such parameters.
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
 
     def full(self, p: nn.Parameter) -> Tensor:
@@ -92,7 +92,8 @@ class Weights:
     @contextmanager
     def writing(self) -> Iterator[bool]:
         """Yields True in the first process, which writes. In the other processes, takes part in the gathers until the
-        first process has finished, then yields False. If the first process fails, all processes raise its error."""
+        first process has finished, then yields False. All processes must enter this context. If a process fails, all
+        processes raise an error (see `fail_together`)."""
         with fail_together(self.ranks):
             if self.ranks.rank == 0:
                 try:
@@ -105,8 +106,9 @@ class Weights:
                 yield False
 
     def _send_name(self, name: str | None) -> str | None:
-        """Sends the name of the next parameter from the first process to all processes, and returns the name. The other
-        processes wait without a time limit, since the first process may be writing a file."""
+        """Sends the name of the next parameter from the first process to all processes, and returns the name; None: the
+        first process has finished. The other processes wait without a time limit, since the first process may be
+        writing a file. Args: name: ignored in the other processes."""
         with self.ranks.leave_after_rank_0("write the model"):
             pass
         return self.ranks.broadcast(name)
@@ -117,7 +119,7 @@ class Weights:
 
 
 class ModelFolder(NamedTuple):
-    """The folder to write: its path, its content except the weights, and the dtype of the weights."""
+    """The folder to write: its path, the tokenizer, the dtype of the weights, and the content of README.md."""
 
     path: Path
     tokenizer: PreTrainedTokenizerBase
@@ -137,7 +139,8 @@ class ModelFolder(NamedTuple):
 
 
 def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | None = None) -> None:
-    """Writes weights (safetensors), configuration, tokenizer and README.md, atomically.
+    """Writes weights (safetensors), configuration, tokenizer and README.md, atomically. Also sets the dtype in the
+    model's own configuration.
 
     Args:
         network: the model.
@@ -146,6 +149,7 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
 
     Raises:
         OverflowError: a weight is out of range of the folder's dtype.
+        OSError: the folder cannot be written.
     """
     weights, dtype = weights or Weights(network), folder.dtype
     rounding = Rounding(getattr(torch, dtype)) if dtype else None
@@ -179,9 +183,9 @@ def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> 
 
 
 def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors, without the additional names of tied weights. transformers restores these names when it
-    loads the folder. If the names were kept, transformers would compare the tied tensors, and so compute their
-    values."""
+    """Returns the tensors without the additional names of tied weights. transformers restores these names when it loads
+    the folder. If the names were kept, transformers would compare the tied tensors, and would compute their values
+    for this."""
     named = dict(network.named_parameters(remove_duplicate=False))
     tied = network.all_tied_weights_keys.items()
     ties = {name for name, target in tied if name in named and named[name] is named.get(target)}

@@ -47,20 +47,23 @@ log = logging.getLogger(__name__)
 def export(
     network: PreTrainedModel, folder: ModelFolder, merged: bool, base: str | None, weights: Weights | None = None
 ) -> None:
-    """Writes the adapter or the merged model, atomically. A model without an adapter is written unchanged. After
-    merging, `network` has no adapter.
+    """Writes the adapter or the merged model, atomically. A model without an adapter is written with `export.export`.
+    Merging changes `network`: it then has no adapter, and its weights are in host memory or, if the model is sharded,
+    partly on the meta device.
 
     Args:
         network: the model.
         folder: the folder to write. If its dtype is None, a merged model is written in fp32, because rounding to the 16
             bits of the base model would change the outputs.
-        merged: merge the adapter. A base model that was initialized at random is always merged.
-        base: the published model or the folder from which the network was loaded; None if it was initialized at random.
+        merged: merge the adapter. An adapter of a base model that was initialized at random is always merged.
+        base: the published model or the folder from which the base model was loaded; None if the base model was
+            initialized at random.
         weights: reads the model's weights; None if the parameters themselves are in full precision.
 
     Raises:
         OverflowError: a weight is out of range of the folder's dtype.
         Refused: an adapted layer shares its weight with another layer, so the adapter cannot be merged.
+        OSError: the folder cannot be written.
     """
     weights = weights or Weights(network)
     if not is_adapted(network):
@@ -78,9 +81,10 @@ def export(
             plain.export(network, folder._replace(dtype=folder.dtype or "float32"), weights)
             return
         for _, p in parameters_of(network):
-            # PEFT multiplies frozen matrices, which masters round to 16 bits, by trained matrices in fp32
+            # With fp32 masters, matrices of the adapter that `freeze=` has frozen are in 16 bits, and trained matrices
+            # are in fp32. PEFT multiplies them by each other, so all need the same dtype.
             p.data = (full := weights.full(p)).to(torch.promote_types(full.dtype, torch.float32))
-        network.cpu()  # because the merged model in fp32 may not fit on the card
+        network.cpu()  # because the merged model, by default in fp32, may not fit on the card
         merge(network, getattr(torch, folder.dtype or "float32"))
         plain.export(network, folder._replace(dtype=None))
     else:
@@ -212,8 +216,12 @@ def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, bas
         network: the model with the adapter.
         folder: an existing folder.
         dtype: dtype of the written weights; None: the dtype of the adapter.
-        base: the published model or the folder from which the network was loaded.
+        base: the published model or the folder from which the base model was loaded.
         weights: reads the model's weights.
+
+    Raises:
+        OverflowError: a weight is out of range of the dtype.
+        OSError: a file cannot be written.
     """
     adapter = tensors_for_peft(network, {name: weights.full(p) for name, p in parameters_of(network)})
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in adapter.items()}

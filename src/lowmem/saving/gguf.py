@@ -2,9 +2,9 @@
 
 The tensors are read from the folder's files, one at a time, and the GGUF file is added to the folder. Before the file
 gets its final name, `llama_cpp.compare` checks that llama.cpp, reading the file, and transformers, reading the folder,
-compute log-probabilities that differ only by rounding. Without this check, rows in a wrong order or a wrong tokenizer
-would produce plausible nonsense without an error. If llama.cpp is not installed, the check is skipped, and the file
-name says "unverified".
+tokenize texts alike and compute log-probabilities that differ only by rounding. Without this check, rows in a wrong
+order or a wrong tokenizer would produce plausible nonsense without an error. If llama.cpp is not installed, the check
+is skipped, and the file name says "unverified".
 """
 
 import json
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 NAME, UNVERIFIED = "model.gguf", "model.unverified.gguf"
 CONVERTER = "convert_hf_to_gguf.py of llama.cpp"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors and GGUF use these names
+# parts of pre-tokenizers, as in tokenizer.json; `_pre` compares them with the tokenizer of a model
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -43,7 +44,8 @@ class Family(NamedTuple):
         name: llama.cpp's name of the architecture.
         of_config: converts the model's configuration to a mapping: name of a method of GGUFWriter -> its argument.
         fixed: key of the configuration that a GGUF file does not store -> the values that llama.cpp supports.
-        transposed: suffixes of the names of weights that transformers stores as (inputs, outputs).
+        transposed: suffixes of the names of weights that transformers stores as (inputs, outputs), and llama.cpp as
+            (outputs, inputs).
         pairs: True: llama.cpp's rotary embeddings of this architecture rotate pairs of adjacent elements, while
             transformers rotates pairs of elements that are half a head apart. So the rows of query and key projections
             are reordered.
@@ -204,8 +206,9 @@ class GgufTensor(NamedTuple):
 
 
 def _tensors(folder: Path, config: PreTrainedConfig, family: Family) -> Iterator[GgufTensor]:
-    """Yields the tensors of the GGUF file. Vectors are in fp32, as llama.cpp requires; other tensors keep their dtype
-    in the folder."""
+    """Yields the tensors of the GGUF file: the tensors of the folder and, for rope_type=llama3, the factors of the
+    rotary frequencies. Vectors are in fp32, as llama.cpp requires; other tensors have the same dtype as in the
+    folder."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118

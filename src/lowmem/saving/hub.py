@@ -14,10 +14,10 @@ def push(folder: Path, name: str, again: str) -> None:
     Args:
         folder: model/ of a run.
         name: the repository on the hub.
-        again: the `export=` override that the error message tells the user to type.
+        again: the `export=` override with which the user can repeat the upload, for the error message.
 
     Raises:
-        NotPublished: the upload failed. The message has the reason and the command to type.
+        NotPublished: the upload failed. The message has the reason and the overrides to type.
     """
     from huggingface_hub import HfApi
 

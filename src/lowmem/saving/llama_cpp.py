@@ -20,7 +20,7 @@ from lowmem.system.errors import Refused
 
 # words, numbers, code, several scripts and whitespace, which tokenizers split differently
 TEXT = "In 1984, the cost rose by 12.5%: it wasn't news.\n\ndef f(x):\n    return x ** 2  # naïve\n\tДа, 東京!  Ok"
-TOP = 20  # number of most likely tokens at each position whose log-probabilities are compared
+TOP = 20  # at each position, the log-probabilities of this many tokens are compared: llama.cpp's most likely ones
 # Log-probabilities differ because of rounding: llama.cpp rounds the inputs of matmuls with 16-bit weights to 16 bits,
 # and reads GELU from a table in fp16. The size of the rounding error depends on the model. So the tolerance is FACTOR
 # times the mean difference between an fp32 model and a 16-bit model in transformers.
@@ -74,8 +74,8 @@ def compare(file: Path, folder: Path) -> None:
 
 
 def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
-    """Returns PARTS prefixes of TEXT, the last of which is all of TEXT, and the token ids of each prefix. TEXT is
-    shortened until its tokens fit CONTEXT and the model's context."""
+    """Returns PARTS prefixes of a text, the last of which is the full text, and the token ids of each prefix. The text
+    is TEXT with the tokenizer's end token, shortened until its tokens fit CONTEXT and the model's context."""
     tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
     text = TEXT + (tokenizer.eos_token or "")  # also check a special token, which must not be split
     while len(tokenizer(text).input_ids) > min(CONTEXT, config.max_position_embeddings):
@@ -85,8 +85,8 @@ def _tokenized(folder: Path) -> tuple[list[str], list[list[int]]]:
 
 
 def _apart(one: dict, other: dict) -> float:
-    """Returns the largest difference between the log-probabilities of tokens that are in both results. If the next
-    token is an incomplete character, llama.cpp returns no log-probabilities, and the difference is 0."""
+    """Returns the largest difference between the log-probabilities of tokens that are in both results; 0 if no token is
+    in both. A result of llama.cpp has no tokens if the next token is an incomplete character."""
     theirs = dict(other["top"])
     return max((abs(value - theirs[token]) for token, value in one["top"] if token in theirs), default=0.0)
 

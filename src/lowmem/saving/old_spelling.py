@@ -41,8 +41,8 @@ _ON_TOKENIZERS = ("is_local", "local_files_only")  # keys that describe how this
 
 
 def rewrite_config(folder: Path, tied: bool | None) -> None:
-    """Adds older keys to config.json, and sets `tie_word_embeddings`. Args: tied: True if embedding and output layer
-    share their weight; None if the model has no output layer."""
+    """Rewrites config.json as `old_config` does, and sets `tie_word_embeddings`. Args: tied: True if embedding and
+    output layer share their weight; None if the model has no output layer, to leave `tie_word_embeddings` unchanged."""
 
     def rewritten(config: dict) -> dict:
         return old_config(config if tied is None else _with_tie(config, tied))
@@ -74,7 +74,8 @@ def _rotary(config: dict) -> dict:
     """Returns the older keys of rotary position embeddings."""
     rope, names = config.get("rope_parameters"), _ROTARY.get(config.get("model_type"))
     if not rope or (names is None and any(isinstance(value, dict) for value in rope.values())):
-        return {}  # rope_parameters have an entry per layer type, so the architecture is newer than transformers 4
+        # no rotary embeddings, or an entry per layer type in an architecture that transformers 4 does not have
+        return {}
     main, keys = rope.get("full_attention", rope), {}
     for name, (*kinds, key) in (names or _PLAIN_ROTARY).items():
         place = rope[kinds[0]] if kinds else main
@@ -106,7 +107,7 @@ def rewrite_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _class_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the name of the tokenizer's class in the configuration of its original folder. Returns `PLAIN` if the
-    configuration lacks a class, or if transformers 4 does not have the class."""
+    folder or the class is missing, or if transformers 4 does not have the class."""
     said, place = None, tokenizer.name_or_path  # "" if this run has trained the tokenizer
     with suppress(OSError):  # the original folder may have been deleted
         said = get_tokenizer_config(place, local_files_only=True).get("tokenizer_class") if place else None

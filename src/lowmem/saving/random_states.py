@@ -30,7 +30,8 @@ def capture(ranks: OneDevice, device: torch.device) -> dict:
 
 
 def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int) -> None:
-    """Restores the states of a checkpoint, or seeds this process if the states do not match this run.
+    """Restores the states of a checkpoint, or seeds this process if the states do not match this run. All processes
+    must call this function.
 
     Args:
         saved: the result of `capture`; further keys are ignored.
@@ -54,7 +55,7 @@ def restore(saved: Mapping, ranks: OneDevice, device: torch.device, window: int)
 
 
 def _same(every: list[dict], strategy: str | None, ranks: OneDevice) -> bool:
-    """Returns True if the saved processes have the data ranks of this run's processes, in the same order, and the
-    strategy of this run. The strategy may differ if no two processes read the same data."""
+    """Returns True if the saved states match this run: the processes have equal data ranks, in the same order, and
+    either the strategy is the same or no two processes read the same data. All processes must call this function."""
     data_ranks, saved_ranks = ranks.all_gather(ranks.data_rank), [state["data_rank"] for state in every]
     return saved_ranks == data_ranks and (strategy == type(ranks).__name__ or len({*data_ranks}) == len(data_ranks))

@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 
 def log_access(drive: Drive | None) -> None:
-    """Logs the drive's folder, and whether it is accessed with direct I/O or through the page cache. Args: drive: None
-    is a no-op."""
+    """Logs the drive's folder, and whether files there are accessed with direct I/O or through the page cache. A no-op
+    if `drive` is None."""
     if drive is None:
         return
     how = "direct I/O, which bypasses the page cache"
@@ -32,6 +32,7 @@ def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None)
     of all steps except the first, which creates the optimizer state. With a single step, they are that step's figures.
 
     Args:
+        drive: the drive of the run; None: the run uses no drive.
         rows: rows of memory.csv.
         seconds: seconds per step; None if unknown.
     """
@@ -63,7 +64,7 @@ def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
 
 
 def rate(numbers: Mapping, way: str) -> str:
-    """Returns the average rate during a step as a text with its unit; "- GB/s" if the seconds per step are not known.
+    """Returns the bytes per step divided by the seconds per step, as a text in GB/s; "- GB/s" if the time is not known.
     Args: numbers: the result of `figures`; way: "read" or "written"."""
     per_second = numbers[f"{way}_gb_per_second"]
     return "- GB/s" if per_second is None else f"{per_second:.2f} GB/s"

@@ -26,7 +26,7 @@ class EndOfEvaluation:
         self.tokenizer, self.seed, self.stop, self.meter = tokenizer, seed, stop, meter
 
     def stopped(self) -> bool:
-        """Returns whether a signal is ending the run. Callers then skip further computations."""
+        """Returns True if a signal is ending the run. Callers then skip further computations."""
         return self.stop.interrupted
 
     @contextmanager

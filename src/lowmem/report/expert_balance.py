@@ -30,9 +30,9 @@ class ExpertBalance:
 
         Returns:
             expert_entropy: entropy of the experts' shares of a block's tokens, divided by the entropy of equal shares;
-            the mean over all blocks. 1: all experts have equal shares; 0: one expert has all tokens.
+            the mean over all counted blocks. 1: all experts have equal shares; 0: one expert has all tokens.
             expert_largest_share: the largest share of a block's tokens that a single expert has; the maximum over all
-            blocks.
+            counted blocks.
         """
         counts, self._counts = list(self._counts.values()), {}
         shares = [of_block.double() / of_block.sum() for of_block in counts if len(of_block) > 1]

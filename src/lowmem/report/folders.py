@@ -1,7 +1,7 @@
 """Reads the folders of runs and sweeps, which may be finished, failed or still running, and formats a table of runs.
 
-This module does not import torch, because compare.py, and the commands that start the jobs of a sweep or the ranks of a
-run, use this module and do not need torch.
+This module does not import torch, because the import takes seconds. compare.py does not need torch, and neither do the
+commands that start the jobs of a sweep or the ranks of a run.
 """
 
 import csv
@@ -112,7 +112,8 @@ def sweep_of(folder: Path) -> Path | None:
 
 
 def differing(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the keys of overrides whose values differ between runs, in the order in which they were typed."""
+    """Returns the keys of overrides whose values differ between runs, and the keys that only some runs have, in the
+    order in which the keys were typed."""
     every = [as_mapping(run.overrides) for run in runs]
     keys = dict.fromkeys(key for typed in every for key in typed)
     return [key for key in keys if len({typed.get(key) for typed in every}) > 1]
@@ -172,8 +173,9 @@ def number(value: object) -> float | None:
 
 
 def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
-    """Returns a table with a row per run: the overrides in which runs differ, and the run's figures. If rows are wider
-    than WIDTH characters, these overrides follow in a second line of each run. Args: names: names of the runs."""
+    """Returns a table with a row per run: the overrides in which runs differ, the run's figures and its status. If a
+    row is wider than WIDTH characters, each run gets a second line for these overrides. Args: names: names of the
+    runs."""
     keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
     written_columns = dict(written(runs, column) for column in columns(runs))
     shown, figures = [*written_columns], zip(*written_columns.values(), strict=True)

@@ -79,8 +79,9 @@ def tell_lr(run: Run) -> None:
 
 
 def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> None:
-    """Logs advice if the run ends during its warmup or with the warmup's last step, or if it resumes a run that had a
-    different schedule.
+    """Logs advice if the run ends during its warmup or with the warmup's last step, or if the run resumes another run
+    and its next learning rate is not the one that the other run would have had. Gives no advice about a resumed run
+    whose next learning rate is already that of its last step, as with a constant schedule.
 
     Args:
         resumed: the override that names the run to resume, the number of steps of that run, and the learning rate that
@@ -101,7 +102,7 @@ def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> No
         return
     asked, steps, before = resumed
     now = schedule.at(steps)
-    if not math.isclose(now, before, rel_tol=1e-6) and now != schedule.at(last):  # an equal schedule needs no advice
+    if not math.isclose(now, before, rel_tol=1e-6) and now != schedule.at(last):
         log.info(
             f"{asked}: the learning rate of step {steps + 1} is {now:.3g} and would have been {before:.3g} in that "
             "run, because a different max_steps=, epochs=, lr= or scheduler= changes the schedule. For a constant "

@@ -1,7 +1,7 @@
 """Writes the metrics of a run, such as loss, speed and learning rate, to metrics.csv, the loggers and the progress bar.
 
-The x-axis is the optimizer step. Sums are kept on the device and read only when they are logged, so that metrics do not
-make the host wait for the GPU at every step.
+Loggers get the optimizer step as the x-axis. Sums are kept on the device and read only when they are logged, so that
+metrics do not make the host wait for the GPU at every step.
 """
 
 import math
@@ -73,8 +73,8 @@ class Metrics(Callback):
         self._seconds, self._tokens, self._learned_tokens = 0.0, 0, 0  # totals of the windows in step_seconds
         self.val_loss = float("nan")
         self._lr, self.highest_lr = 0.0, 0.0  # learning rate of the current window; highest learning rate so far
-        # auxiliary loss, such as a router loss: the mean in the latest row of the file; None: no row yet, or no such
-        # loss
+        # Mean auxiliary loss, such as a router loss, in the latest row for training. None: no such row since the start
+        # or the resume, or the model has no auxiliary loss.
         self.auxiliary_loss: float | None = None
         self._windows = 0
         self._loss_sum: torch.Tensor | float = 0.0
@@ -100,7 +100,7 @@ class Metrics(Callback):
         self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, *_) -> None:
-        if outputs["stepped"]:  # the update of a window with fp16 overflow is skipped, and its loss may be infinite
+        if outputs["stepped"]:  # the loss of a skipped window may be inf or nan
             self._loss_sum += outputs["loss"] * outputs["weight"]
             self._loss_weight += outputs["weight"]
             if outputs["auxiliary_loss"] is not None:
@@ -185,8 +185,8 @@ class Metrics(Callback):
             {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
             for (name, bits), loss, figures in losses
         ]
-        # If all answers of a set have the same rating, one of its metrics is None. Then the accuracy is meaningless,
-        # and early stopping must read neither this accuracy nor the accuracy of the previous evaluation.
+        # If all answers of the first set have the same rating, one of its metrics is None. Then its accuracy is
+        # meaningless, and early stopping must read neither this accuracy nor that of the previous evaluation.
         trainer.callback_metrics.pop("accuracy", None)
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
             trainer.callback_metrics["accuracy"] = torch.tensor(self.evaluated[0]["accuracy"])
@@ -227,11 +227,12 @@ class Metrics(Callback):
             self._since += time.perf_counter() - before
 
     def tokens_per_second(self) -> float:
-        """Returns the tokens per second on all devices, including tokens without a label, but not padding."""
+        """Returns the tokens per second on all devices in the windows of `step_seconds`; 0 before the first window.
+        Includes tokens without a label, but not padding."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def learned_tokens_per_second(self) -> float:
-        """Returns the learned tokens (tokens with a label) per second on all devices."""
+        """Returns the learned tokens (tokens with a label) per second, like `tokens_per_second`."""
         return self._learned_tokens / self._seconds if self._seconds else 0.0
 
     def _speed(self) -> str:

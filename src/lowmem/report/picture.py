@@ -2,7 +2,8 @@
 drive.
 
     left             one optimizer step: live tensors on the device, by category
-    top right        the run: live tensors on the device at the peak of each step, by category, and CUDA's allocator
+    top right        the run: live tensors on the device at the peak of each sampled step, by category; at every step,
+                     the bytes that CUDA's allocator has allocated and reserved
     below that       the run: resident memory of the process
     bottom right     the run, if it uses a drive: bytes on the drive, and bytes read and written per step
 
@@ -39,7 +40,7 @@ IN_A_STEP = (
     "forward",
     "backward",
     "step",
-)  # without evaluations, whose points would be misleading dips
+)  # without other phases, such as evaluations, whose points would be misleading dips
 LINE = 170  # characters per line of the footer, which has at most two lines
 STRETCHES = 300  # number of intervals of steps in the charts over the run, which are 500 pixels wide
 COLUMNS = (
@@ -100,7 +101,7 @@ def drawn(
 
 def thinned(rows: Iterable[dict], last: int) -> list[dict]:
     """Returns fewer rows of memory.csv, without losing peaks. For each drawn column and each interval of steps, keeps
-    all rows of the step with the column's highest value.
+    all rows of the step with the column's highest value. Live tensors count only in the phases IN_A_STEP.
 
     Args:
         rows: rows of memory.csv, in order; an iterator is read lazily.
@@ -185,8 +186,8 @@ def _inside_one_step(axes: plt.Axes, timeline: list[Point], size: tuple[int, str
 
 
 def _mark_phases(axes: plt.Axes, timeline: list[Point]) -> None:
-    """Marks the beginning of each phase with a line and its name. The names are at different heights, because names of
-    short phases would overlap."""
+    """Marks the first point of each phase with a line and the name of the phase. The names are at different heights,
+    because the names of short phases would overlap."""
     starts = {}
     for i, point in enumerate(timeline):
         starts.setdefault(point.phase, i)
@@ -253,7 +254,7 @@ def _line(axes: plt.Axes, rows: list[dict], column: str, size: tuple[int, str, i
 
 
 def _mark_limit(axes: plt.Axes, limit: int, highest: int, size: tuple[int, str, int]) -> None:
-    """Marks the device's limit: with a line if it is near the data, or with a text if it is far above the data. Args:
+    """Marks the device's limit: with a line and a text if the limit is near the data, otherwise only with a text. Args:
     limit: bytes; highest: the peak in percent of the limit."""
     at, name = limit / size[0], unit(limit)
     low, high = axes.get_ylim()

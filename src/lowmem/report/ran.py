@@ -7,7 +7,8 @@ IDLE = (None, "none", "null", "auto")  # choices without an effect
 
 
 def chosen(choices: Mapping[str, str | None]) -> list[str]:
-    """Returns "group=technique" for each group whose technique has an effect, the model first. The logger is left out.
+    """Returns "group=technique" for each group whose technique has an effect, the model first. The logger and Hydra's
+    own groups are left out.
 
     Args:
         choices: group -> technique, in Hydra's order: the last group of the config's defaults comes first.

@@ -159,8 +159,8 @@ def example(tokens: Tokens) -> str:
 
 
 def _prompt_in(ids: list[int], learned: np.ndarray, tokens: Tokens) -> str:
-    """Returns the first user message of a document. If it has no user message, returns the text before its first
-    learned token. If that text is empty, returns the full text."""
+    """Returns the first user message of a document. If the document has no user message, returns the text before the
+    first learned token. If the first token is learned, or no token is, returns the full text."""
     tokenizer = tokens.tokenizer
     if tokens.template is not None and (turn := user_turn(tokenizer)):
         _, header, rest = tokenizer.decode(ids, skip_special_tokens=False).partition(turn.header)
@@ -180,7 +180,7 @@ def _first_words(text: str) -> str:
 
 def beginning(micro_batch: MicroBatch) -> Tensor:
     """Returns the token ids of a prompt, (1, T), from the first row of a micro-batch: the tokens before the first
-    learned token, or the first BEGINNING tokens if the row is learned from its second token on, as in plain text, or
-    has no learned token."""
+    learned token. Returns the first BEGINNING tokens if the row has no learned token, or if its second token is
+    learned, as in plain text."""
     learned = int((micro_batch.labels[0] != IGNORED).int().argmax())
     return micro_batch.input_ids[:1, : learned + 1 if learned else BEGINNING]

@@ -28,7 +28,7 @@ class Row(NamedTuple):
     Args:
         ids: token ids, without padding.
         learned: for each token, True if the token has a label.
-        starts: indices at which documents begin; if padding was removed, also the index at which the padding began.
+        starts: indices at which documents begin. `row_of` also includes the index at which removed padding began.
         padding: number of removed tokens after `ids`: padding, and for an answer also tokens without a label.
     """
 
@@ -53,8 +53,8 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
 
 
 def rows_of(rows: Rows, index: int) -> dict[str, Row]:
-    """Returns the rows of an example: suffix of the row's title -> row. A padded example of preferences has one row for
-    each answer. Any other example has a single row, also packed pairs."""
+    """Returns the rows of a sequence: suffix of the row's title -> row. A padded sequence of preference data has a row
+    for each answer. Any other sequence, such as packed pairs, has a single row."""
     batch = rows.micro_batch(np.array([index]))
     if not batch.titles:
         return {"": row_of(rows, index)}

@@ -42,7 +42,7 @@ def logger(  # noqa: PLR0913
         project: name of the W&B project.
         name: name of the W&B run. None: for a job of a sweep, the overrides in which jobs differ; otherwise the name of
             the run's folder.
-        group: group of the W&B run. None: the last two folders of the sweep's path; no group for a run without a sweep.
+        group: group of the W&B run. None: the last two components of the sweep's path; no group without a sweep.
         tags: None: the chosen techniques that have an effect, such as "optim=adamw".
         offline: None: the mode in the environment variable WANDB_MODE. If it is not set, the run is online if an API
             key is set and the server answers within two seconds.
@@ -78,9 +78,9 @@ def logger(  # noqa: PLR0913
 
 
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
-    """Returns the default group and name of the W&B run of a sweep's job: the last two components of the sweep's path,
-    and the overrides in which the job differs from other jobs (paths at the end). (None, None) if the folder does not
-    belong to a sweep."""
+    """Returns the default group and name of the W&B run of a sweep's job. The group is the last two components of the
+    sweep's path. The name has the overrides that the sweep varies, paths at the end, without FOLDERS, and at most
+    MOST_OF_A_NAME characters. Returns (None, None) if the folder does not belong to a sweep."""
     if (sweep := folders.sweep_of(folder)) is None:
         return None, None
     content = yaml.safe_load((sweep / "multirun.yaml").read_text(encoding="utf-8"))
@@ -135,14 +135,14 @@ def _upload(folder: Path) -> str:
 
 
 def _key_of_netrc(url: str) -> bool:
-    """Returns whether `wandb login` has stored an API key for this server."""
+    """Returns True if the user's netrc file, in which `wandb login` stores API keys, has a key for this server."""
     from requests.utils import get_netrc_auth
 
     return get_netrc_auth(url) is not None
 
 
 def answers(url: str, seconds: float = ANSWER_SECONDS) -> bool:
-    """Returns whether the server answers within `seconds`. The request runs in a separate thread, because a name lookup
+    """Returns True if the server answers within `seconds`. The request runs in a separate thread, because a name lookup
     has no timeout."""
     answered: list[bool] = []
 

@@ -16,7 +16,7 @@ from lowmem.report.compare.figures import AXES, Curve, Figures
 from lowmem.system.units import CATEGORIES
 
 LINE = 30  # characters per line of a hover label, so that the label fits on the screen of a phone
-Unit = tuple[int, str, int]  # (bytes, name, decimals)
+Unit = tuple[int, str, int]  # (bytes per unit, name, decimals)
 
 
 def paint(every: Sequence[Figures], front: Sequence[Figures]) -> None:
@@ -66,8 +66,8 @@ def loss(every: Sequence[Figures]) -> go.Figure:
 
 
 def memory(every: Sequence[Figures], unit: Unit) -> go.Figure:
-    """Draws the peak of each step over the run. Buttons switch between device memory, host memory and the bytes on a
-    drive."""
+    """Draws the peak of each step over the run. Buttons switch between device memory, host memory and, if a run uses a
+    drive, the bytes on the drive."""
     size, name, digits = unit
     traces, on_host, on_drive = [], [], []
     for i, run in _front_last(every):

@@ -29,23 +29,23 @@ class Figures:
     bits_per_byte: float | None
     tokens_per_second: float | None
     learned_tokens_per_second: float | None
-    device: float | None
-    host: float | None
-    drive: float | None
+    device: float | None  # bytes: highest peak of all ranks
+    host: float | None  # bytes: highest peak of all ranks
+    drive: float | None  # bytes
     drive_rate: float | None  # GB/s, sum of reading and writing
     peak: dict[str, float]  # category -> bytes at the device's peak
     loss: Curve  # of training: tokens, learned tokens, seconds, loss
     evaluations: Curve  # of validation: tokens, learned tokens, seconds, loss
     device_bytes: Curve  # step, bytes
-    host_bytes: Curve
-    drive_bytes: Curve
+    host_bytes: Curve  # step, bytes
+    drive_bytes: Curve  # step, bytes
     planned: dict[str, tuple[float, float]]  # phase -> (predicted, measured) bytes on the device
-    inside: Stack  # one optimizer step: a point per allocation or release
-    steps: Stack
-    phases: Stack
+    inside: Stack  # one optimizer step: points in the order of allocations and frees
+    steps: Stack  # sampled steps, each at its peak
+    phases: Stack  # phases, each with the bytes of its last sampled row
     on: str  # device name
     colour: str = ""  # color of the run on the page
-    stands_out: bool = False  # whether the run is drawn in its color; otherwise it is gray
+    stands_out: bool = False  # True: charts show the run in its color; False: in gray until a user isolates it
 
 
 def read(run: RunFolder, name: str, label: str) -> Figures:

@@ -50,7 +50,7 @@ class Metrics(Callback):
 
     Args:
         file: path of metrics.csv.
-        log_every: number of optimizer steps between rows for training.
+        log_every: number of optimizer steps between rows for training. Step 1 and the last step also get a row.
         sets: name of a validation set -> function that converts its nats per token to bits per byte.
         meter: the memory meter, whose peak is shown in the progress bar.
         resumed_at: the step at which the run resumes. Rows of `file` up to this step are kept.
@@ -223,7 +223,7 @@ class Metrics(Callback):
         before = time.perf_counter()
         try:
             yield
-        finally:  # also after a failed save: training may continue
+        finally:
             self._since += time.perf_counter() - before
 
     def tokens_per_second(self) -> float:

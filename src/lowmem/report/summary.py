@@ -77,8 +77,8 @@ def _token_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def _evaluation_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
-    """Yields a row for each metric of the validation set except the loss, or if there are several sets, a row for each
-    set with all its metrics. Then yields a row for each value of a user's metric."""
+    """Yields a row for each metric of the validation set except the loss. If there are several sets, yields instead a
+    row for each set with all metrics of the set. Then yields a row for each value of a user's metric."""
     sets = summary["validation"]
     for data_set in sets:
         figures = [(key.replace("_", " "), _number(value, ".4g")) for key, value in data_set.items() if key != "name"]
@@ -137,7 +137,8 @@ def _pair(side: str, predicted: int, measured: int) -> str:
 
 
 def highest(summary: Mapping, side: str) -> int:
-    """Returns the highest peak of all ranks in bytes. Args: side: "device" or "host_rss"."""
+    """Returns the highest peak of all ranks in bytes. Args: side: "device" or "host_rss". Raises: TypeError: a peak
+    was not measured (None)."""
     return max(peak[side] for peak in [summary["peak_bytes"], *summary.get("ranks", ())])
 
 

@@ -64,8 +64,9 @@ def tensors_and_rest(checkpoint: dict, module: LightningModule) -> tuple[dict[st
     """Separates weights and optimizer state from the rest of a checkpoint. All processes must call this function.
 
     Returns:
-        Name -> weight or tensor of the optimizer state (the argument `tensors` of `checkpoint_folder.save`), and the
-        checkpoint without them (the argument `content`), which may contain other tensors, such as random states.
+        Two arguments of `checkpoint_folder.save`: `tensors`, the weights, buffers and tensors of the optimizer state by
+        name; and `content`, the checkpoint without these tensors. `content` may have other tensors, such as random
+        states.
     """
     tied, numbered, (optimizer,) = _tied(module), stepped(module), checkpoint["optimizer_states"]
     tensors = dict(_weights(checkpoint["state_dict"], module, tied))

@@ -325,7 +325,7 @@ class Saved:
             self.steps, self.progress = content["global_step"], content["loops"]["fit_loop"]
             self.position, self.order = Position(**ours["position"]), ours["order"]
             self.optimizer = ours["optimizer"]
-            self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # learning rate of the next step
+            self.lr = float(content["optimizer_states"][0]["param_groups"][0]["lr"])  # of the next step
             # digest of the tokenizer, and id of the W&B run; None: the run did not save this value
             self.tokenizer, self.wandb = ours.get("tokenizer"), ours.get("wandb")
             # tokens with which texts begin; None: tokenized as by earlier versions of lowmem, without such tokens

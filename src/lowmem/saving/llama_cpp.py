@@ -35,17 +35,19 @@ def is_installed() -> bool:
 
 
 def compare(file: Path, folder: Path) -> None:
-    """Compares the tokens of PARTS prefixes of TEXT, and the log-probabilities of the next token at each position.
+    """Compares the tokens of PARTS prefixes of a text (see `_tokenized`), and the log-probabilities of the next token
+    at each position of the text.
 
     Tokens are compared indirectly: llama.cpp reads each prefix as a text, and as the token ids that transformers gives.
-    Both must give the same number of tokens, and log-probabilities of the next token that differ by at most SAME.
+    Both inputs must give the same number of tokens, and log-probabilities of the next token that differ by at most
+    SAME.
 
     Args:
         file: the GGUF file.
         folder: the folder from which the file was converted.
 
     Raises:
-        Refused: llama.cpp cannot open the file, tokenizes TEXT differently from transformers, or computes
+        Refused: llama.cpp cannot open the file, tokenizes a prefix differently from transformers, or computes
             log-probabilities that differ by more than rounding explains.
     """
     texts, tokens = _tokenized(folder)

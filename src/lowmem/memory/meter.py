@@ -181,7 +181,7 @@ class MemoryMeter(Callback):
         self._enter("save")
         try:
             yield
-        finally:  # training continues after a save that failed
+        finally:  # a save that fails is measured, too
             self._leave()
             self._close_window(trainer)
 

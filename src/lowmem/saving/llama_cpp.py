@@ -121,7 +121,7 @@ params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISAB
 server, answers = llama.Server(params), []
 for prompt in asked["prompts"]:
     said = server.handle_completions({"prompt": prompt, "n_predict": 1, "n_probs": asked["top"], "temperature": 0.0})
-    logprobs = said["choices"][0]["logprobs"]  # None after the first bytes of a character
+    logprobs = said["choices"][0]["logprobs"]  # None if the token is an incomplete character
     top = logprobs["content"][0]["top_logprobs"] if logprobs else ()
     answers.append({"tokens": said["usage"]["prompt_tokens"], "top": [(one["id"], one["logprob"]) for one in top]})
 print(json.dumps(answers))

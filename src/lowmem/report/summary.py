@@ -166,7 +166,9 @@ def _rank_rows(summary: Mapping) -> list[tuple[str, str]]:
 
 def _steps(summary: Mapping) -> str:
     skipped = summary["skipped_steps"]
-    return f"{summary['steps']:,}" + (f" (and {skipped} skipped: inf, nan or fp16 overflow, or no learned token)" if skipped else "")
+    return f"{summary['steps']:,}" + (
+        f" (and {skipped} skipped: inf, nan or fp16 overflow, or no learned token)" if skipped else ""
+    )
 
 
 def _size(size: int | None) -> str:

@@ -1,8 +1,8 @@
 """Builds the error message of a run that ran out of memory; `fit.py` raises the error.
 
 The message suggests three kinds of overrides: techniques that declare `advised: true` in the yaml files of conf/ (at
-most one technique of each group), a smaller batch_size, and a smaller seq_len. If host memory ran out, the only
-suggested techniques are optimizers.
+most one technique of each group), a smaller batch_size, and a smaller seq_len. If host memory ran out, no techniques
+are suggested except optimizers, and these only if optimizer state is in host memory.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,9 @@ def out_of_memory(
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[str]:
-    """Returns overrides that save memory: half the batch_size (if it is above 1), half the seq_len, and for each group
-    in which the run's technique saves no memory, the advised technique of this group. Args: see `out_of_memory`."""
+    """Returns overrides that save memory: half the batch_size (if it is above 1), with gradient accumulation unless the
+    run has accumulation.size; half the seq_len; and for each other group in which the run's technique saves no memory,
+    the advised technique of this group. Args: see `out_of_memory`."""
     tries = []
     for group in groups():
         known = techniques(group)
@@ -50,12 +51,12 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int) -> list[st
             known.get(choices.get(group)),
             next((name for name, technique in known.items() if technique.advised), None),
         )
-        # for example the group `weights`: streaming needs changes in other groups, so only the planner suggests it
+        # for example the group `weights`: streaming also needs changes in other groups, which only the planner finds
         if first is None:
             continue
         if group != "accumulation":
             tries += [f"{group}={first}"] if used is None or not used.saves else []
-        elif batch_size > 1:  # smaller micro-batches with an equal effective batch size
+        elif batch_size > 1:  # keeps the effective batch size with accumulation=none or accumulation.size
             keeps = used is not None and "size" in choice(group, choices[group])
             more = "" if keeps else f" accumulation={first} accumulation.batches=2"
             tries.append(f"batch_size={batch_size // 2}{more}")

@@ -80,8 +80,8 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
     Raises:
         Refused: the run is predicted to need more memory than the device, the host or the drive has, and the prediction
-            is not only an estimate. The message names a recipe that fits, if a search finds one. `predict` also raises
-            Refused if train.py would refuse the run with plan=off.
+            is not only an estimate. The message names a recipe that fits, if a search finds one. Or train.py would
+            refuse the run even with plan=off.
     """
     if run.plan == "off":
         return None
@@ -174,7 +174,7 @@ def _free(run: Run) -> Card | None:
     """Returns a `Card` whose size is the free device memory, or memory.limit if this is smaller. For a CPU, the size is
     memory.limit. None: the device is a CPU and memory.limit is not set, so only the host's memory limits the run.
 
-    Neither size includes the CUDA context. It already exists when the free memory is read, and memory.limit limits
+    Neither size includes the CUDA context: free memory is read when the context already exists, and memory.limit limits
     torch's allocator, which does not count the context.
     """
     limit = run.limit

@@ -3,10 +3,10 @@ accumulation.size (or accumulation.size / accumulation.devices, if accumulation.
 size does not depend on batch_size.
 
 The planner predicts which sizes fit, and a trial checks the largest of them. If this trial does not fit, further trials
-find the largest size by bisection among the sizes that are predicted to fit. If no size is predicted to fit, the run is
-refused without a trial. A size whose memory cannot be predicted counts as a size that fits, so without predictions the
-first trial has the largest size. With plan=off nothing is predicted, and bisection among all sizes finds the
-batch_size.
+find the largest size by bisection among the smaller sizes that are predicted to fit. If no size is predicted to fit,
+the run is refused without a trial. A size whose memory cannot be predicted counts as a size that fits, so without
+predictions the first trial has the largest size. With plan=off nothing is predicted, and bisection among all sizes
+finds the batch_size.
 
 Each trial is a separate process, so an out-of-memory error cannot affect the run. A trial runs Lightning's sanity check
 (an evaluation), trains STEPS steps, and evaluates at least once. On CUDA, memory.limit caps the caching allocator;
@@ -35,7 +35,7 @@ from lowmem.training.training import DidNotFit, training_session
 
 log = logging.getLogger(__name__)
 
-STEPS = 2  # optimizer steps of a trial: the first creates the optimizer state, and only the second begins with it
+STEPS = 2  # optimizer steps of a trial; optimizer state exists during forward and backward from the second step on
 DOES_NOT_FIT = 3  # exit code of a trial
 
 
@@ -43,8 +43,8 @@ def resolve(run: Run) -> Run:
     """Returns the run with a number for batch_size; the run itself if it already has one.
 
     Raises:
-        Refused: not even one sequence fits, or is predicted to fit; the prediction refuses the run; or a trial failed
-            for a reason other than memory.
+        Refused: batch_size=1 does not fit, or is predicted not to fit; the prediction refuses the run; or a trial
+            failed for a reason other than memory.
     """
     if run.batch_size != "auto":
         return run

@@ -50,7 +50,7 @@ class DeviceBytes(Column):
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    temporaries: int = 0  # temporary tensors of the optimizer's update
+    temporaries: int = 0  # temporary tensors of the optimizer step, and temporary memory inside its operators
     in_flight: int = 0  # gradients on their way to the host; with CPU offload, also weights on their way to the card
     workspaces: int = 0
     fragments: int = 0  # memory that the allocator must reserve in addition to tensors and workspaces

@@ -23,7 +23,8 @@ CUDA_ON_HOST = GIB  # host memory of CUDA's libraries: an assumed margin, not a 
 # Host memory of the code that the first step loads, and of the threads that it starts. Runs of models with 10 to
 # 60 million parameters needed 12 to 20 MiB on two cores.
 WOKEN = 12 * MIB
-# Host memory of torch.compile: 60 to 110 MiB were measured for the first kernels, and 5 to 10 MiB for each later one.
+# Host memory of torch.compile if it compiles the optimizer step: 60 to 110 MiB were measured for the first kernels, and
+# 5 to 10 MiB for each later one.
 GENERATOR = GIB // 8
 
 
@@ -35,7 +36,7 @@ def host_phases(
     Args:
         trace: the trace of the run.
         run: the settings.
-        device: phase -> device memory. For a run on a CPU, it is added to the host memory.
+        device: phase -> device memory. For a run on a CPU, these bytes are added to the host memory.
         on_card: True: the run is planned for a card; False: for a CPU.
         libraries: resident bytes of the process after imports, before the model is built.
     """
@@ -109,8 +110,9 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
         largest = {"temporaries": 2 * trace.largest * loaded}  # the joined tensor and its parts
     if run.drive_folder is not None and not _packs(run):
         # All weights are loaded first. Then masters are created and written to the drive, block by block. If the drive
-        # also stores the 16-bit weights, and their dtype is the dtype of the model's files, the loaded weights are
-        # memory-mapped pages of these files. The system can drop such pages, so they do not count.
+        # also stores the 16-bit weights of the blocks, and their dtype is the dtype of the model's files, the loaded
+        # weights of the blocks are memory-mapped pages of these files. The system can drop such pages, so they do not
+        # count.
         read -= trace.streamed if run.reads_weights and maps else 0
         return largest | {"weights": read - here, "staging": trace.drive.room}
     load = _kept_on_host(trace, on_card) if trace.streamed else _masters_and(weights, trace, run, on_card)
@@ -149,7 +151,8 @@ def _reading(run: Run) -> tuple[int, bool, bool]:
     Returns:
         Bytes per element of the loaded weights.
         Whether the loaded weights are pages of memory-mapped files, which the system can drop; False if transformers
-            joins tensors.
+            joins tensors. Determined only with a drive, for quantized base weights, and for strategies that convert
+            weights after sending them (`Run.widens_as_sent`); otherwise False.
         Whether transformers joins several tensors of the files into one weight.
     """
     loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)

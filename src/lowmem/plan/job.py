@@ -40,7 +40,8 @@ def plan(
         The contents of plan.json.
 
     Raises:
-        Refused: a typed size is invalid, the settings are refused, or the model cannot be traced.
+        Refused: a typed size is invalid, the settings are refused, or `search` or `predict` raises Refused (for example
+            because the model cannot be traced).
     """
     start = time.perf_counter()
     run = settled(cfg)
@@ -104,7 +105,7 @@ def _answered(question: str, plan_of: Callable[[Sequence[str]], Plan]) -> dict:
 
     Returns:
         The contents of plan.json: `chosen` has the overrides of the last answer that fits (None if no answer fits), and
-        `recipes` has the first recipe of each answer, except of answers that are refused.
+        `recipes` has the first recipe of each answer that is not refused.
     """
     chosen, recipes = None, []
     print(table.ANSWERS)

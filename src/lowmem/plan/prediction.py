@@ -63,7 +63,7 @@ class Prediction:
     parameters: int
     on_card: bool
     estimate: str | None = None  # why the prediction is only an estimate; None: it is not an estimate
-    advice: str | None = None  # how to avoid the math kernel of attention; None: the kernel is not used
+    advice: str | None = None  # why training uses the math kernel of attention, and what to type; None: it does not
     trace: Trace | None = None  # input of `cost/step_time.py`, which estimates the time
     mapped: int = 0  # bytes of memory-mapped weight files: resident while loading, dropped if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA pages: on the card if there is room, otherwise on the host
@@ -75,7 +75,7 @@ class Prediction:
     drive_written: int = 0  # bytes written to the drive per optimizer step
     devices: int = 1  # number of devices; `device` is for the device that needs the most memory
     node: int = 1  # maximum number of devices per host
-    traffic: Traffic = NOTHING  # bytes that a device receives from other devices in an optimizer step
+    traffic: Traffic = NOTHING  # bytes that a device receives from other devices in a step with the largest window
     extended: bool = False  # the trace was extrapolated from traces of short models
 
     @property
@@ -193,8 +193,8 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
 
 
 def _in_flight(trace: Trace, run: Run) -> int:
-    """Returns the bytes on the card of tensors that are being copied. With host masters, these are gradients on their
-    way to the host. With CPU offload, they are also weights on their way to the card. 0 in all other cases."""
+    """Returns the bytes on the card of tensors that are being copied: with host masters, gradients on their way to the
+    host; with CPU offload, gradients on their way to the host and weights on their way to the card; otherwise 0."""
     if trace.waits_on_host:  # CPU offload: the weights and the gradients of one block
         return 2 * trace.blocks[1]
     if not trace.steps_on_host:
@@ -243,8 +243,8 @@ def _communicators(trace: Trace, run: Run) -> int:
 
 def read_by_passes(run: Run, trace: Trace) -> int:
     """Returns the bytes of 16-bit weights that the forward and backward passes of a window read from a drive; 0 if the
-    16-bit weights are not on a drive. Each pass begins with the block with which the previous pass of the window ended.
-    This block is still on the device, so it is not read again."""
+    16-bit weights are not on a drive. Each pass except the first begins with the block with which the previous pass of
+    the window ended. This block is still on the device, so it is not read again."""
     if not run.reads_weights:
         return 0
     turns, block = 1 if run.overlaps else run.windows.largest, trace.blocks[1]
@@ -254,8 +254,8 @@ def read_by_passes(run: Run, trace: Trace) -> int:
 def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
     """Returns the bytes of paged optimizer state that do not fit on the card.
 
-    CUDA moves pages of this state to the host when torch reserves memory. So paged state never makes torch release
-    cached segments.
+    When torch reserves memory on a full card, CUDA moves pages of this state to the host. So paged state never makes
+    torch release cached segments.
 
     Args:
         paged: bytes of paged state.
@@ -267,7 +267,7 @@ def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
 
 def _beside_tensors(trace: Trace, free: Allocator | None) -> dict[str, int]:
     """Returns row -> bytes that torch's caching allocator counts as allocated in addition to tensors: cuBLAS
-    workspaces, and the ends of blocks that are unused but too small to be split off. Args: free: an allocator without a
+    workspaces, and the unused ends of blocks, which are too small to be split off. Args: free: an allocator without a
     limit, after a replay of the trace's events; None: the trace has no events."""
     tensors = max(trace.phases[name].total for name in ("forward", "backward", "step"))
     rests = 0 if free is None else max(0, free.allocated_peak - tensors - trace.workspace)

@@ -189,8 +189,8 @@ def _paged(prediction: Prediction) -> str:
 
 
 def on_drive(prediction: Prediction, target: Target) -> str:
-    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds that both take at the
-    assumed rates of a drive."""
+    """Formats the bytes on a drive, the bytes that each step reads and writes, and the seconds that reading and writing
+    take at the assumed rates of a drive."""
     read, written, folder = prediction.drive_read, prediction.drive_written, target.drive.folder
     seconds = _rounded(read / READ + written / WRITTEN)
     sentence = (

@@ -23,7 +23,7 @@ class Target:
 
     @property
     def context_bytes(self) -> int:
-        """Returns the bytes of device memory that torch's allocator cannot reserve, because CUDA uses them for its
+        """Returns the bytes of `device_memory` that torch's allocator cannot reserve, because CUDA needs them for its
         context and kernels; 0 if `card` is None."""
         return self.card.context_bytes if self.card else 0
 

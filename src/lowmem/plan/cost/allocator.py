@@ -153,7 +153,7 @@ def from_the_start(
         events: the events of a later window.
         existing: number of leading events that allocate tensors from before the window. The weights come first.
         weights: bytes of the weights.
-        workspaces: index of an event in the window -> bytes of a workspace that is allocated just before this event.
+        workspaces: index in `events[existing:]` -> bytes of a workspace that is allocated just before this event.
     """
     window, end, total = events[existing:], 0, 0
     while end < existing and total < weights:

@@ -4,10 +4,10 @@
     seconds of an operator = max(FLOPs / rate of matrix products, bytes / memory bandwidth) + launch time
 
 The published rates of named cards are in conf/gpu.yaml. The rates of this machine are measured, which takes about a
-second, and stored in a file, which is used for a week. `python -m benchmarks.card` also measures copies in both
-directions at once (otherwise DUPLEX is assumed), and stores all rates in the same file. If the file cannot be read or
-written, each process measures the rates again, without an error. Operators reach only a share of the peak rates; the
-shares COMPUTE and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
+second, and are stored in a file for a week. `python -m benchmarks.card` also measures copies in both directions at once
+(otherwise DUPLEX is assumed), and stores all rates in the same file. If the file cannot be read or written, each
+process measures the rates again, without an error. Operators reach only a share of the peak rates; the shares COMPUTE
+and MEMORY were fitted to measured steps (benchmarks/results/plan_time.md).
 """
 
 import json
@@ -57,7 +57,7 @@ class Machine:
     network: Rate | None = None  # bytes per second from other nodes; None: equal to `peer`
     drive_read: Rate = drives.READ  # bytes per second
     drive_written: Rate = drives.WRITTEN  # bytes per second
-    host: "Machine | None" = None  # rates of the host's CPU; None if the device is a CPU
+    host: "Machine | None" = None  # rates of the host's CPU; None if the device is a CPU, and in stored rates
 
     def operator(self, work: Work) -> float:
         """Returns the estimated seconds of an operator. Raises: Refused: the rate of matrix products in the operator's

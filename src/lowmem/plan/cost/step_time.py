@@ -1,7 +1,8 @@
 """Estimates how many seconds an optimizer step takes, from a trace of its work and the rates of a machine. The planner
 ranks recipes by this time.
 
-A machine with a card has five resources that work at the same time. So a phase takes as long as its busiest resource:
+A machine with a card has five resources that work at the same time. So a phase takes as long as its busiest resource
+(and copies down slow copies up, see `Load.seconds`):
 
             compute     up (to the card)         down          host           drive
 forward     operators   weights                  block inputs                 weights (read)
@@ -84,8 +85,8 @@ def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> 
 
 
 def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
-    """Returns phase -> seconds of a trace's operators. If the optimizer runs on the host, the phases of STEP are
-    computed with the host's rates. All other work is computed with the device's rates."""
+    """Returns phase -> seconds of a trace's operators. If the optimizer runs on the host, the seconds of the phases in
+    STEP follow from the host's rates. All other seconds follow from the device's rates."""
     host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
     durations = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in trace.work.items():
@@ -163,8 +164,9 @@ def _step(
 
 def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
     """Returns the bytes of gradients that a backward pass copies to the host. With weights.order=by_layer, returns the
-    bytes that all backward passes of a window copy: the gradients of each block are summed on the card in fp32, and
-    only the sums are copied. Gradients of other weights are copied for each micro-batch."""
+    bytes that all backward passes of a window copy: in a window of several micro-batches, the gradients of each block
+    are summed on the card in fp32, and only the sums are copied. Gradients of other weights are copied for each
+    micro-batch."""
     element, in_blocks = run.product_bytes, trace.trained_in_blocks
     if not run.by_layer or micro_batches == 1:
         return element * trace.trained_parameters
@@ -177,5 +179,12 @@ def free_from(machine: Machine, products: str) -> float:
     2 bytes are copied to the card once.
 
     For a mixture of experts, divide the result by the share of active parameters.
+
+    Args:
+        machine: a machine with a `link`.
+        products: dtype of matrix products.
+
+    Raises:
+        Refused: see `Machine.rate`.
     """
     return REACHED / COMPUTE * machine.rate(products) / machine.link.up

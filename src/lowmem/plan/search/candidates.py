@@ -1,6 +1,7 @@
 """Lists the routes that a search compares. A route is a set of recipes that share precision, optimizer, strategy and
-the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size.
-They also keep the typed overrides, except that may_change= allows another precision or optimizer.
+the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size
+(`micro_batches` has an exception) and the typed overrides; only with may_change= may a recipe replace a typed precision
+or optimizer.
 
     Typed                    the typed overrides, and the groups that a recipe may change
     PrecisionAndOptimizer    a precision with an optimizer
@@ -215,13 +216,16 @@ def trainings(typed: Typed, card: Card | None = None) -> list[PrecisionAndOptimi
 
 def routes(typed: Typed, training: PrecisionAndOptimizer, names: Collection[str] = ("auto",)) -> Iterator[Route]:
     """Yields the routes of a precision with an optimizer, for each combination of a strategy and a place for the
-    weights. All micro-batch sizes of a route keep the effective batch size.
+    weights. See `micro_batches` for their micro-batch sizes.
 
     With host masters, one route has several micro-batches per step, and another route has a single micro-batch: several
     micro-batches need fp32 sums of gradients in host memory, and a single micro-batch needs more device memory. If
     weights are streamed and weights.order was not typed, there are two routes with several micro-batches, one for each
-    order. A further route, with optim.in_backward=true, has a single micro-batch. It is left out if the key was typed,
-    or if its run would be refused.
+    order.
+
+    Without host masters, a further route has optim.in_backward=true and a single micro-batch per step. This route is
+    left out if no batch_size gives a single micro-batch, if optim.in_backward was typed, or if the run would be
+    refused.
 
     Args:
         typed: the typed overrides.
@@ -272,15 +276,16 @@ def _makes_up(typed: Typed, strategy: str) -> bool:
 
 
 def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
-    """Returns the optimizer to use. With host masters, this is the variant that the yaml of `optim` declares as
-    `on_host`, if any. In all other cases, and if the search must keep the optimizer (`Typed.keeps`), it is `optim`."""
+    """Returns the optimizer to use: with host masters the variant that the yaml of `optim` declares as `on_host`,
+    unless it declares none, or the search must keep the optimizer (`Typed.keeps`). Without host masters, returns
+    `optim`."""
     on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
 
 
 def _precisions(typed: Typed, card: Card | None) -> list[str]:
-    """Returns the precisions to try, the precision of the typed run first. All other precisions with a loss scale
-    (fp16) are left out, unless the card has no bf16 matmuls. Args: card: None: bf16 matmuls are assumed."""
+    """Returns the precisions to try, the precision of the typed run first. Any other precision with a loss scale (fp16)
+    is left out, unless the card has no bf16 matmuls. Args: card: None: bf16 matmuls are assumed."""
     first, *others = _choices(typed, "precision")
     with_bf16 = card is None or card.multiplies("bfloat16")
     return [first, *(name for name in others if not (with_bf16 and class_of("precision", name).scales_loss))]
@@ -308,8 +313,16 @@ def _reading(run: Run) -> int:
 
 
 def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
-    """Yields pairs of a batch_size and the overrides that keep the typed run's effective batch size. Args: run: a run
-    with the strategy to try, which may differ from the typed strategy."""
+    """Yields pairs of a batch_size and the overrides that keep the typed run's effective batch size.
+
+    If batch_size was typed as a number, or an accumulation without `size` was typed, yields only the typed batch_size.
+    In this case, without accumulation.size, the effective batch size differs from the typed run's if the strategy
+    divides the data among another number of ranks.
+
+    Args:
+        typed: the typed overrides.
+        run: a run with the strategy to try, which may differ from the typed strategy.
+    """
     size = typed.run.accumulation.arguments.get("size")
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.values)
     if ("batch_size" in typed.values and typed.run.batch_size != "auto") or (is_typed and size is None):
@@ -321,7 +334,7 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
                 yield batch_size, {}
         return
     # The number of sequences per optimizer step, summed over all ranks, is the same as in the typed run. `sequences` is
-    # the share of one rank that reads its own data.
+    # the number that each rank (or group of ranks with the same data) reads.
     sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size

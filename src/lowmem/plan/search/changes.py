@@ -1,10 +1,11 @@
 """Lists how the training of a recipe differs from the typed training, and how large each difference is. The planner
 prefers recipes with smaller differences.
 
-Only precision and optimizer are compared. The other choices of a recipe are accumulation, checkpointing, the chunks of
-the loss, and where tensors are stored and updated. Apart from rounding and dropout, these choices do not change the
-update, so recipes that differ only in them are `AS_TYPED`. The class of a precision declares its dtypes. The yaml of an
-optimizer declares whether the optimizer computes the same update as another optimizer (`update_of`).
+Only precision and optimizer are compared. All other choices of a recipe (such as micro-batch size, checkpointing, the
+chunks of the loss, the strategy, and where tensors are stored and updated) do not change the update, apart from
+rounding and dropout. So recipes that differ only in these choices are `AS_TYPED`. The class of a precision declares its
+dtypes. The yaml of an optimizer declares whether the optimizer computes the same update as another optimizer
+(`update_of`).
 """
 
 from collections.abc import Mapping

@@ -5,9 +5,9 @@
     loss            full -> chunked -> tiled                                    slower, smaller logits
     micro-batch     largest -> ... -> smallest                                  slower, smaller activations and logits
 
-In each row, speed and memory are assumed to decrease from left to right. So few recipes have to be traced. The largest
-micro-batch that fits is found by bisection. If a checkpointing and a loss do not fit with the smallest micro-batch,
-they do not fit with any micro-batch.
+In each row, speed and memory are assumed to decrease from left to right. So few recipes have to be traced: the largest
+micro-batch that fits is found by bisection, and a checkpointing and a loss that do not fit with the smallest
+micro-batch are not tried with larger ones.
 """
 
 import math
@@ -63,8 +63,8 @@ class Climb:
         self.look, self.fits = look, fits
 
     def fastest(self, than: float = math.inf) -> Fitting | None:
-        """Returns the fastest settings that the search finds to fit, with fewer than `than` seconds per step. None: it
-        finds no such settings."""
+        """Returns the fastest settings found that fit and take fewer than `than` seconds per step; None if no such
+        settings are found."""
         everything = Settings(self.checkpointings[0], self.losses[0], 0)  # the fastest settings
         looked = self.look(everything)
         if looked is not None and looked.seconds >= than:

@@ -12,8 +12,8 @@ Then each kind must have the same share in the blocks that the longer model adds
 that the shorter model lacks.
 
 A recipe is traced in full if it is not linear in depth (checkpointed segments of several blocks, pipelines,
-weights.resident_blocks), or if no two short models are suitable (fewer than five blocks, or kinds of blocks without a
-repeated pattern).
+weights.resident_blocks), or if no two short models are suitable (for example with fewer than five blocks, or with kinds
+of blocks without a repeated pattern).
 
 With weights.order=by_layer, a trace has all micro-batches of a window. From four micro-batches on, work and memory are
 linear in the number of micro-batches, so windows of more than five are extrapolated from windows of four and five
@@ -68,6 +68,10 @@ def extended(run: Run, on_card: bool, capability: float | None = None, rank: int
 
     Returns:
         The trace. An extrapolated trace has no `events`.
+
+    Raises:
+        NotPredicted: the model cannot be built.
+        Refused, Exception: see `trace`.
     """
     line = line_of(run)
     if line is None:
@@ -112,8 +116,8 @@ def beyond(near: T, far: T, steps: float) -> T:
 
 
 def _both(near: dict, far: dict, key: Hashable) -> tuple:
-    """Returns the values of a key in both dictionaries. If a dictionary lacks the key, its value is 0, or a `Point`
-    with 0 bytes."""
+    """Returns the values of a key in both dictionaries. A missing value is replaced by 0, or by a `Point` with 0
+    bytes."""
     return tuple(found[key] if key in found else _nothing(other[key]) for found, other in ((near, far), (far, near)))
 
 
@@ -164,10 +168,10 @@ class Network(NamedTuple):
     """Parameter counts and kinds of blocks of a model."""
 
     kinds: list[Hashable]  # the result of `kind_of` for each block; blocks of one kind need equal work and memory
-    parameters: int
+    parameters: int  # all parameters, with adapter parameters
     trained: int
     inactive: int  # parameters that a token does not use: experts that the router does not select
-    in_blocks: int
+    in_blocks: int  # parameters of all blocks, without adapter parameters
 
     @property
     def active_in_blocks(self) -> float:
@@ -184,6 +188,7 @@ def network(run: Run, config: PretrainedConfig | None = None) -> Network:
 
     Raises:
         NotPredicted: the model cannot be built.
+        Refused: for example, adapter= or freeze= does not match the model.
     """
     try:
         return _network(_Model(run, config or describe(run, plans=True).grown))

@@ -22,7 +22,8 @@ FIRST = {"seq_len": 1024, "batch_size": 1}
 # question -> overrides that are added to each tried value. With gradient accumulation, the search would split each
 # batch into micro-batches that fit, so accumulation is switched off.
 BESIDE = {"batch_size": ["accumulation=none"]}
-# question -> prefixes of keys. Typed overrides with these keys are dropped, because each answer replaces them.
+# question -> prefixes of keys. Typed overrides of keys with these prefixes are dropped, because each answer replaces
+# them.
 INSTEAD_OF = {"seq_len": (), "batch_size": ("accumulation.",), "model": ("model.name", "model.architecture")}
 GROWTH = 4  # factor between two successive numbers while recipes fit
 HALVINGS = 2  # number of bisection steps
@@ -32,8 +33,8 @@ PlanOf = Callable[[Sequence[str]], Plan]  # overrides that replace typed overrid
 
 
 def lines_that_stay(question: str, typed: Iterable[str]) -> list[str]:
-    """Returns the typed overrides without keys of INSTEAD_OF. An override of the question's own key remains, and each
-    answer replaces it. Args: question: one of `QUESTIONS`."""
+    """Returns the typed overrides without the overrides that INSTEAD_OF names. An override of the question's own key
+    remains, and each answer replaces it. Args: question: one of `QUESTIONS`."""
     return [line for line in typed if not key(line).startswith(INSTEAD_OF[question])]
 
 

@@ -1,7 +1,7 @@
 """Searches recipes that fit, and sorts them by estimated time. A recipe is a set of overrides for a run.
 
     for each level of training (`changes.py`)        as typed; close to the typed training; another training
-        for each set of routes (`candidates.py`)     all on the device; block inputs offloaded; weights streamed; drive
+        for each set of routes (`candidates.py`)     not streamed; block inputs offloaded; weights streamed; drive
             for each route                           fastest settings that fit (`climb.py`)
                 each recipe                          traced with a few blocks and extrapolated (`extend.py`)
             the best recipe that fits                traced at full depth; the search stops if it still fits
@@ -92,8 +92,8 @@ class Plan:
         recipes: the recipes that were tried: first those that fit, best first, and then the recipes that do not fit,
             smallest first. Not empty.
         target: the device, host and drive.
-        too_large: number of routes that were skipped without a trace. Either a lower bound of the route's memory
-            exceeds the target, or another route does not fit, and is known not to need more memory.
+        too_large: number of skipped routes. Either a lower bound of the route's memory exceeds the target, or another
+            route does not fit, and is known not to need more memory than the skipped route.
         machine: the rates with which times are estimated.
     """
 
@@ -127,8 +127,8 @@ def search(typed: Typed, target: Target) -> Plan:
     all others that the search may try.
 
     Raises:
-        Refused: the model cannot be traced, or every recipe is refused. Or the card has no bf16 matmuls, and no
-            precision without bf16 may be tried. Or the speed of matrix products in the run's dtype is not known.
+        Refused: the model cannot be traced, or every recipe is refused (for example because the speed of its matrix
+            products is not known). Or the card has no bf16 matmuls, and no precision without bf16 may be tried.
     """
     state = _Search(typed, target)
     for rank in sorted(state.by_rank):
@@ -193,10 +193,11 @@ class _Search:
     def fits_in(self, rank: int) -> bool:
         """Tries the recipes of a level. Returns: True if a recipe fits.
 
-        First come resident weights with block inputs on the card, then resident weights with offloaded block inputs,
-        then streamed weights, and last streamed weights with a drive. Each kind of recipe is tried only if no recipe of
-        the earlier kinds fits. The reason for this order is that copies between host and card may slow down the
-        training, that a drive may be even slower, and that writing wears out a drive.
+        First come recipes without streamed weights and with block inputs on the card, then recipes without streamed
+        weights and with offloaded block inputs, then recipes with streamed weights, and last recipes with streamed
+        weights and a drive. Each kind of recipe is tried only if no recipe of the earlier kinds fits. The reason for
+        this order is that copies between host and card may slow down the training, that a drive may be even slower, and
+        that writing wears out a drive.
         """
         of_rank = self.by_rank[rank]
         every = [route for training in of_rank for route in routes(self.typed, training, self.strategies)]
@@ -241,10 +242,10 @@ class _Search:
 
     def _smallest_that_fits(self, route: Route) -> Recipe | None:
         """Returns a route's recipe with the settings that need the least memory, if this recipe fits. First tries block
-        inputs in host memory, because these settings need the least device memory. If there are no such settings, or if
-        only the block inputs exceed the host memory, then tries block inputs on the card. None: no tried recipe fits.
-        If a tried recipe exceeds the card's memory, or exceeds the host memory even without block inputs, then
-        `on_card` or `on_host` of the route is stored in `hopeless`."""
+        inputs in host memory, because these settings need the least device memory. If a tried recipe exceeds the card's
+        memory, or exceeds the host memory even without block inputs, stores `on_card` or `on_host` of the route in
+        `hopeless`, and tries no other recipe. In all other cases (the recipe is refused, or for example only its block
+        inputs exceed the host memory), also tries block inputs on the card. None: no tried recipe fits."""
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
             if recipe is None:
@@ -332,7 +333,8 @@ class _Search:
 
     def _add_resident_blocks(self, recipe: Recipe) -> None:
         """Traces a variant of a recipe with streamed weights, in which the blocks that fit into the free memory of the
-        card are resident. A no-op if the device memory is unlimited, or if weights.resident_blocks was typed."""
+        card are resident. A no-op if the device memory is unlimited, if weights.resident_blocks was typed, or if not
+        even one block fits."""
         memory, run = self.target.device_memory, self.typed.config(as_mapping(recipe.overrides))
         if memory is None or RESIDENT in self.typed.values:
             return
@@ -353,9 +355,9 @@ class _Search:
         return self._fits(recipe)
 
     def trace_the_smallest(self) -> None:
-        """If no recipe was traced, traces the smallest recipe of the route with the smallest lower bound, so that the
-        plan can report its memory. If recipes fit according to extrapolated traces, traces the best of them at full
-        depth, until one still fits or none is left."""
+        """If no recipe was traced, traces the smallest recipe of the skipped route with the smallest lower bound, so
+        that the plan can report the memory of this recipe. If recipes fit according to extrapolated traces, traces the
+        best of them at full depth, until one still fits or none is left."""
         for route in sorted(self.too_large.values(), key=self._share):
             if not self.tried:  # the recipes of the smallest route may be refused
                 self._climb(route).of_least_memory()
@@ -364,7 +366,8 @@ class _Search:
 
     def _share(self, route: Route) -> float:
         """Returns a lower bound of a route's memory (weights, gradients, optimizer state) divided by the target's
-        memory, for the card or the host, whichever is larger. Above 1, the route cannot fit."""
+        memory. There is one ratio for the card and one for the host; the larger is returned. Above 1, the route cannot
+        fit."""
         needs = (self._least_of_card(route), self._least_of_host(route))
         sizes = (self.target.device_memory, self.target.host_memory)
         return max(need / size if size is not None else 0.0 for need, size in zip(needs, sizes, strict=True))

@@ -61,9 +61,9 @@ def workspaces(run: Run, capability: float | None) -> tuple[int, int]:
 
     Each thread that computes matrix products has a separate workspace: the training thread computes the forward pass,
     and autograd's thread the backward pass. With weights.order=by_layer, each micro-batch has a thread that computes
-    both passes, in training and in evaluations. Then the first value is for the threads of all micro-batches, and the
-    second value is for the training thread, which computes groups of a single micro-batch. Pipelines get the same
-    values as by_layer.
+    both passes, in training and in evaluations. Then the first value is for the threads of all micro-batches of the
+    largest window, and the second value is for the training thread, which computes windows and groups of a single
+    micro-batch. Pipelines get the same values as by_layer.
     """
     size = cards.workspace(capability or _capability(), bool(run.deterministic))
     return (run.windows.largest if run.overlaps else 1) * size, size

@@ -12,7 +12,7 @@ The trace ignores some temporary memory:
   4 bytes (8 MiB on an H100 with a head size of 128).
 - The plans of cuDNN have a workspace, whose size is not documented.
 - The softmax of the math kernel creates a mask of masked rows, with a quarter of the bytes of the scores. The backward
-  of the math kernel needs more memory than this.
+  of the math kernel needs more temporary memory than this mask, so the mask does not raise the peak.
 - The backward of memory-efficient attention allocates an fp32 product, see `efficient_scratch`.
 """
 
@@ -155,7 +155,7 @@ def efficient_scratch(query: Tensor) -> list[int]:
 
     The size of the workspace is workspace_size in cuda/mem_eff_attention/kernel_backward.h, for the largest tiles that
     a card may use. It contains the gradient of the query in fp32. With a 16-bit dtype and a head size above 64, it also
-    contains the gradients of keys and values for each split of the rows. The sums are computed from an fp32 product,
+    contains the gradients of keys and values for each split of the keys. The sums are computed from an fp32 product,
     which is not counted, because the workspace is at least as large.
     """
     batch, heads, tokens, size = query.shape

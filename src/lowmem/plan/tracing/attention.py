@@ -5,9 +5,9 @@ The flash, memory-efficient and cuDNN kernels save no tensor with (tokens, token
 three kernels supports a call, torch uses the math kernel, which saves several tensors of this size.
 
 CPU builds of torch lack the code that selects a CUDA kernel, so this module implements the rules of torch 2.11 to 2.13.
-The rules come from cuda/sdp_utils.cpp and sdp_utils_cpp.h in aten/src/ATen/native/transformers; comments name all other
-sources. On a card, tests/plan/test_attention.py compares the predictions with `torch._fused_sdp_choice`. On an H200
-with torch 2.11, all predictions agreed.
+The rules come from cuda/sdp_utils.cpp and sdp_utils_cpp.h in aten/src/ATen/native/transformers; comments and docstrings
+name all other sources. On a card, tests/plan/test_attention.py compares the predictions with `torch._fused_sdp_choice`.
+On an H200 with torch 2.11, all predictions agreed.
 """
 
 from dataclasses import dataclass, replace

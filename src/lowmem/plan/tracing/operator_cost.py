@@ -110,8 +110,9 @@ def _attention_backward(_, query: Tensor, key: Tensor, *__, **___) -> int:
 
 
 def _grouped_products(a: Tensor, b: Tensor, *_, **__) -> int:
-    """Returns the FLOPs of the matrix products of a mixture's experts. The rows, the columns or the inner dimension of
-    a product are divided among the experts, so a matrix has two dimensions. A stack has three: experts, rows, columns.
+    """Returns the FLOPs of the matrix products of a mixture's experts. A factor has three dimensions (experts, rows,
+    columns) if each expert has a matrix of its own. It has two dimensions if its rows or columns are divided among the
+    experts.
     """
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
     each = a.shape[0] if a.dim() == b.dim() == 3 else 1

@@ -5,7 +5,7 @@ A place is a phase and a position: "start" (before the first block), "first" (in
 "end" (after the last block). For example, backward begins at "backward end", in the head and the loss. With
 weights.order=by_layer, the first micro-batch is in backward while the other micro-batches still run the forward pass of
 the last block: this place is "backward beside last". The optimizer step is the single place "step start", and an
-evaluation is a single place, too.
+evaluation is the single place "evaluation".
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Recording(NamedTuple):
 
 class Recorder(MemoryMeter):
     """A `MemoryMeter` that keeps all events of one window and one evaluation. Args: file: the csv file of the meter;
-    before: number of windows that are not recorded before the recorded window."""
+    before: number of windows before the recorded window; they are not recorded."""
 
     tracker = ToldTracker
 
@@ -48,8 +48,8 @@ class Recorder(MemoryMeter):
         self.weights = self.host_bytes = 0
 
     def mark_blocks(self, model: nn.Module) -> None:
-        """Registers hooks on the blocks. The hooks mark the places of the window: the first block, the last block, and
-        the blocks between them. A no-op for a model without a stack of blocks."""
+        """Registers hooks on the blocks. The hooks mark where the places "first", "middle", "last" and "end" of the
+        window begin. A no-op for a model without a stack of blocks."""
         stack = stack_of(model)
         if not stack:
             return

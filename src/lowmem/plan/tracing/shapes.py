@@ -156,8 +156,8 @@ class ShapeMode(LeanFakeTensorMode):
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
 
     def _evenly(self, tokens: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
-        """Returns the arguments of a split into equal sizes (up to one token). The given `sizes` cannot be used: the
-        model read them from a tensor, and fake tensors have no values."""
+        """Returns the arguments of a split into sizes that differ by at most one token. The given `sizes` cannot be
+        used: the model read them from a tensor, and fake tensors have no values."""
         self.spread = True
         share, more = divmod(tokens.shape[dim], len(sizes))
         return tokens, [share + (i < more) for i in range(len(sizes))], dim

@@ -23,7 +23,7 @@ from lowmem.step.one_weight import OnePass, Step
 from lowmem.system import process
 from lowmem.techniques.optim.build import PAGED_FROM, MakeOptimizer, pageable
 
-SIDE = 256  # rows and columns of a probe parameter: a multiple of all block sizes of quantized state
+SIDE = 256  # rows and columns of a probe parameter that is not small: a multiple of all block sizes of quantized state
 WIDE = 2048  # rows and columns of the probe of `unseen`: large enough that malloc uses mmap for its temporary memory
 SMALL = 1024  # elements of a small probe parameter (fewer than THRESHOLD)
 THRESHOLD = 4096  # parameters with fewer elements have 32-bit state in 8-bit optimizers
@@ -35,7 +35,7 @@ class Rate(NamedTuple):
 
     tensors: tuple[float, ...]  # an entry for each tensor of the state
     scratch: float  # temporary memory of a step
-    pageable: float  # the part of the state that CUDA pages on a card if the parameter is large
+    pageable: float  # the part of the state that CUDA pages on a card if the parameter has PAGED_FROM elements or more
 
     @property
     def state(self) -> float:

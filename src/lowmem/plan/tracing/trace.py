@@ -5,8 +5,9 @@ The run's own module, callbacks and precision plugin run under Lightning's train
 meter (`recorder.py`) measures them. The tensors are fake: they have a shape, a dtype and a storage whose bytes are
 counted, but no memory. Most of the prediction therefore follows from the run's own code instead of formulas. Stand-ins
 replace operators that behave differently on CUDA (`as_card.py`), optimizers that cannot step fake tensors
-(`stand_in.py`), and communication between ranks (`one_rank.py`). Numbers that depend on data are assumed: the documents
-in a row, and the tokens of each expert. Data-dependent checks, such as whether all gradients are finite, return True.
+(`stand_in.py`), and communication between ranks (`one_rank.py`). Numbers that depend on data are assumed, for example
+the number of documents in a row, and the number of tokens of each expert. Data-dependent checks, such as whether all
+gradients are finite, return True.
 
 The traced window may have fewer micro-batches than a window of the run:
 
@@ -272,8 +273,8 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
 
 
 def _of_shard(module: CausalLM) -> dict:
-    """Returns field of `ModelSizes` -> value, for the sizes of this rank's shard of the model. `trained_in_blocks` is
-    not divided by the number of shards."""
+    """Returns fields of `ModelSizes` (name -> value) for this rank's shard of the model. In `trained_in_blocks`,
+    sharded parameters count in full."""
     own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
     return {
         "trained_parameters": sum(p.numel() for p in own),
@@ -285,7 +286,7 @@ def _of_shard(module: CausalLM) -> dict:
 
 
 def _blocks(model: nn.Module) -> tuple[int, int]:
-    """Returns (number of blocks, bytes of the largest block)."""
+    """Returns the number of blocks, and the bytes that the weights of the largest block take on the device."""
     sizes = [
         sum(tensor.nbytes for weight in weights(block) for tensor in plain_tensors(weight)) for block in stack_of(model)
     ]
@@ -308,7 +309,7 @@ def _optimizer(run: Run, on_card: bool) -> tuple[MakeOptimizer, float]:
     optimizer's operators, in bytes per element (0.0 if its operators can be traced or need no such memory)."""
     make, compiled, scratch = build.optimizer(run), run.technique("optim").generates_code, 0.0
     if run.technique("optim").steps_by is None:
-        # Optimizers' CUDA kernels need no temporary memory. Compiled code is assumed to need the same on card and CPU.
+        # Optimizers' CUDA kernels need no temporary memory. Compiled code is assumed to need as much as on a CPU.
         if compiled or run.masters or not on_card:
             scratch = _once(unseen, run, make)
         make = _once(stand_in, run, make, on_card or compiled, on_card)
@@ -343,8 +344,8 @@ class Steady(Callback):
     optimizer state, the gradients of an earlier micro-batch (with gradient accumulation), and the host's sums of
     gradients (with host masters).
 
-    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. Only the
-    callbacks of the loss come after `Steady` in the trainer's list, because their work is also counted.
+    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. The
+    trainer's list has only the callbacks of the loss after `Steady`, so the work of their hooks is counted, too.
 
     Args:
         mode: the fake tensor mode, which counts work by phase.
@@ -391,8 +392,9 @@ class Steady(Callback):
 
     def _one_of_a_kind(self, weight: HostWeight, known: dict[tuple, Counter]) -> Callable[..., None]:
         """Returns a replacement for `weight.step` that saves time: it steps only the first weight of each kind
-        (streamed or not, shape, dtypes, optimizer options, clipping and phase). For every other weight of a kind, it
-        counts the work of the first weight again. Args: known: kind -> work; filled by the replacement."""
+        (streamed or not, shape, dtypes, optimizer options, conversion of the gradient, phase). For every other weight
+        of a kind, it counts the work of the first weight again. Args: known: kind -> work; filled by the
+        replacement."""
         step = weight.step
 
         def stepped(optimizer: HostOptimizer, asked: Step) -> None:

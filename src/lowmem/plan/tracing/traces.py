@@ -18,19 +18,19 @@ from lowmem.plan.tracing.traffic import Collective
 class ModelSizes:
     """Sizes of the traced rank's shard of the model, and where its tensors are."""
 
-    steps_on_host: bool  # whether masters are in host memory, and the optimizer updates them there
+    steps_on_host: bool  # whether the optimizer runs on the host, and updates masters (or streamed weights) there
     waits_on_host: bool  # whether the strategy uses CPU offload: weights, gradients and state are in host memory
     trained_parameters: int  # elements of all trained parameters
     largest_trained: int  # elements of the largest trained parameter
-    trained_in_blocks: int  # elements of trained parameters in blocks; not divided by the number of shards
+    trained_in_blocks: int  # elements of trained parameters in the rank's blocks; sharded parameters count in full
     gradients: int  # bytes of the gradients of all trained parameters, in the dtype in which backward computes them
-    blocks: tuple[int, int]  # (number of blocks, bytes of the largest block on the device)
+    blocks: tuple[int, int]  # (number of blocks, bytes that the weights of the largest block take on the device)
     streamed: int  # bytes of the streamed weights of blocks, which are copied to the device for each pass
     outside: int  # bytes of streamed weights outside the blocks (embedding and head)
     head: int  # part of `outside`: bytes of the head, which is copied to the device for each pass, tile by tile
-    paged: int  # bytes of optimizer state that CUDA pages; not in `phases`: torch's allocator does not allocate it
+    paged: int  # bytes of optimizer state that CUDA pages, which torch's allocator and `phases` do not count
     offloaded: int  # bytes of activations that the traced window offloads to host memory
-    drive: Sizes  # sizes of files and buffers on a drive; computed for streamed weights even if no drive is used
+    drive: Sizes  # sizes of files on a drive, and of their buffers; computed for streamed weights even without a drive
 
 
 @dataclass
@@ -42,7 +42,7 @@ class MemoryTrace(ModelSizes):
     weights: int  # bytes of weights on the device
     slots: int  # part of `weights`: bytes of the slots for streamed blocks
     host_bytes: int  # bytes of all tensors in host memory before the first step (weights and masters)
-    unseen: int  # bytes of temporary memory inside the optimizer's operators, which the tracker does not see
+    unseen: int  # bytes that the tracker does not see: memory inside the optimizer's operators, for `largest_trained`
     generated: bool  # whether torch.compile compiles the optimizer step
     workspace: int  # bytes of cuBLAS workspaces on a card, which the tracker does not see
     leaves: int  # largest number of bytes of gradients that are freed on the device by a single event
@@ -72,6 +72,6 @@ class WorkTrace(ModelSizes):
 class Trace(MemoryTrace, WorkTrace):
     """Memory and work of a traced run."""
 
-    advice: str | None  # how to avoid the math kernel of attention; None: the kernel is not used
+    advice: str | None  # why training uses the math kernel of attention, and what to type; None: it does not
     estimate: str | None  # why the trace is only an estimate; None: it is not an estimate
     neediest: tuple[int, ...]  # ranks that must be traced: one of them has the highest peak of all ranks

@@ -9,8 +9,8 @@ class Adapter:
     it loads the model."""
 
     # True: the model's own weights are frozen, and only the adapter is trained. The adapter's weights are in fp32 even
-    # if the precision stores the model's weights in 16 bits. Exception: precisions with fp32 masters (bf16-master,
-    # 16-master) store 16-bit adapter weights on the device, and their fp32 masters on the host.
+    # if the precision stores the model's weights in 16 bits. Exception: a precision with fp32 masters (bf16-master,
+    # 16-master) stores the adapter's weights in 16 bits on the device, and their masters on the host.
     freezes_base = False
     in_4_bits = False  # True: the matrices of the base model are quantized to 4 bits
     breaks_graphs = False  # True: torch.compile cannot trace the layers of the adapter

@@ -2,16 +2,18 @@
 
 Gradients, optimizer state and checkpoints shrink to a few percent of their size in full fine-tuning. An adapted layer
 computes x W + (alpha / r) x A B instead of x W, where A and B have rank r. B is initialized to zero, so training starts
-from the unchanged model. DoRA also trains a magnitude for each output feature: the norm of its weights.
+from the unchanged model. DoRA also trains a magnitude for each output feature, which is initialized to the norm of the
+feature's weights.
 
 A frozen layer needs its input only in the forward pass. Its adapter needs the input in backward too, for the gradient
 of A, so autograd saves the input in the dtype of the product x A. The adapter's weights are in fp32 even if the model
-has 16-bit weights, because 16 bits would lose small updates. With fp32 masters, the device stores the adapter's weights
-in 16 bits, and the masters are in host memory.
+has 16-bit weights, because 16 bits would lose small updates. Exception: a precision with fp32 masters stores the
+adapter's weights in 16 bits on the device, and their masters in host memory.
 
-Adapted linear layers are instances of PEFT's classes; adapted stacks of fused experts are in `stacks.py`. Adapters are
-read and written in PEFT's format: a folder with `adapter_config.json` and `adapter_model.safetensors`, which this
-module calls an adapter folder. Sources: Hu et al. 2021, arXiv 2106.09685; Liu et al. 2024, arXiv 2402.09353.
+Adapted linear layers are instances of PEFT's classes; `stacks.py` implements adapted stacks of fused experts. An
+adapter folder has PEFT's format: `adapter_config.json` and `adapter_model.safetensors`. This module reads adapter
+folders, and `saving/export_adapter.py` writes them. Sources: Hu et al. 2021, arXiv 2106.09685; Liu et al. 2024, arXiv
+2402.09353.
 """
 
 import logging
@@ -43,9 +45,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Metadata in the header of WEIGHTS, because PEFT's config has no keys for it. BASE: the base model was quantized to 4
-# bits. BASE_DTYPE: the key whose value is the dtype that the base weights had before quantization. EXPERTS: fused
-# experts were quantized too (older versions of lowmem did not quantize them).
+# Entries of the header of WEIGHTS that describe a quantized base, because PEFT's config has no keys for them. BASE: the
+# base model was quantized to 4 bits. BASE_DTYPE: the key for the dtype that the base weights had before quantization.
+# EXPERTS: fused experts were quantized too (older versions of lowmem did not quantize them).
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
 PREFIX = "base_model.model."  # PEFT's prefix of the tensor names in WEIGHTS
 RANK, ALL = 16, "all-linear"  # defaults of r and target
@@ -78,16 +80,17 @@ class LoRA(Adapter):
             2 r, or the folder's value.
         dropout: dropout probability for the input of A.
         target: all-linear, or patterns for the names of linear layers, such as q_proj or *.mlp.*; None: the folder's
-            layers, or all-linear without a folder. Embeddings, the head, routers, and layers whose weights a Mamba
-            kernel reads are not adapted.
+            layers, or all-linear without a folder. Only layers that compute a matrix product, plus a bias if they have
+            one, are adapted. Exceptions are the head, routers, layers that share the embedding's matrix, and layers
+            whose weights a Mamba kernel reads.
         path: adapter folder to start from; None: a new adapter, with B = 0.
         experts: lora: each fused expert also gets matrices of rank r; none: fused experts get no matrices; None: as in
             the folder, or none without a folder. Experts that are separate linear layers are selected by `target`.
 
     Raises:
-        Refused: `path` is not an adapter folder; or its adapter is of an unsupported kind, contradicts an argument, or
-            needs another adapter= (lora instead of dora, dora instead of lora, or qlora for a quantized base); or fused
-            experts would get matrices together with dropout or DoRA.
+        Refused: `path` is not an adapter folder, or its config cannot be read; its adapter is of an unsupported kind,
+            contradicts an argument, or needs another adapter= (lora instead of dora, dora instead of lora, or qlora for
+            a quantized base); or fused experts would get matrices together with dropout or DoRA.
     """
 
     freezes_base = True
@@ -125,10 +128,10 @@ class LoRA(Adapter):
         """Adds the adapter in place.
 
         Raises:
-            Refused: the target or the adapter folder names no layer of the model, or names a layer or stack that cannot
-                be adapted; the target contradicts the adapter folder; fused experts should get matrices, but the model
-                has no fused experts; PEFT cannot adapt the model, or could not load the DoRA adapter that the run would
-                export.
+            Refused: a pattern of the target matches no layer that can be adapted; the adapter folder names no layer of
+                the model, or names a layer or stack that cannot be adapted; the target contradicts the adapter folder;
+                fused experts should get matrices, but the model has no fused experts; PEFT cannot adapt the model, or
+                could not load the DoRA adapter that the run would export.
         """
         own_count, linear, stacks = parameters(model), _linear(model), self._stacks(model)
         if self.path is None:
@@ -232,11 +235,11 @@ class LoRA(Adapter):
 
     def _check_base(self, folder: Path) -> None:
         """Checks that the adapter and this run agree on whether the base model is quantized. PEFT's config does not
-        contain this, so the header of the weight file is read. If the run quantizes the base and the header does not
-        say that it was quantized, a warning is logged.
+        contain this, so the header of the weight file is read. Logs a warning if this run quantizes the base, but the
+        header does not say that the adapter was trained on a quantized base.
 
         Raises:
-            Refused: the adapter was trained on a quantized base, which this run does not quantize.
+            Refused: the adapter was trained on a quantized base, but this run does not quantize its base.
         """
         if stands_on_4_bits(folder) and not self.in_4_bits:
             raise Refused(
@@ -251,7 +254,7 @@ class LoRA(Adapter):
 
     def _names_of_folder(self, model: nn.Module, linear: dict[str, nn.Module]) -> list[str]:
         """Returns the names of the linear layers that the folder's adapter changes. Raises: Refused: one of these
-        layers cannot be adapted, or `target` matches a different set of layers."""
+        layers cannot be adapted, or `target` matches a different set of layers or has a pattern without a match."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         if self.config.target_modules == ALL:
@@ -280,8 +283,8 @@ class LoRA(Adapter):
 
 
 class DoRA(LoRA):
-    """LoRA that also trains a magnitude for each output feature: the norm of its weights. To compute the norms, each
-    forward pass computes the product A B, which has the shape of W."""
+    """LoRA that also trains a magnitude for each output feature. Each forward pass divides by the norms of the adapted
+    weights. For the norms, it computes the product A B, which has the shape of W."""
 
     magnitudes = breaks_graphs = True
 
@@ -301,7 +304,8 @@ def experts_in_4_bits(path: str) -> bool:
 def base_dtype(path: str | None) -> torch.dtype | None:
     """Returns the dtype that an adapter's base weights had before they were quantized. To get the base that the adapter
     was trained on, a run that starts from the adapter must quantize weights of this dtype. Returns None if `path` is
-    None, or if the header of the weight file does not name a dtype of torch."""
+    None, or if the header of the weight file does not name a dtype of torch. Raises: FileNotFoundError: the folder has
+    no weight file."""
     name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
     dtype = getattr(torch, name, None) if name else None
     return dtype if isinstance(dtype, torch.dtype) else None
@@ -309,7 +313,7 @@ def base_dtype(path: str | None) -> torch.dtype | None:
 
 def _head(folder: Path) -> dict[str, str]:
     """Returns the metadata in the header of an adapter folder's weight file; empty if the file has no metadata or is
-    damaged."""
+    damaged. Raises: FileNotFoundError: the folder has no weight file."""
     with suppress(SafetensorError), safe_open(folder / WEIGHTS, "pt") as file:
         return file.metadata() or {}
     return {}
@@ -345,9 +349,10 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
     """Returns the values of `target_modules` and `target_parameters` with which PEFT adapts the same layers and stacks
     of experts as the model's adapter.
 
-    In models with fused experts, PEFT mistakes names such as gate_proj for the names that experts had in older versions
-    of transformers, and adapts the experts instead. So the weights of layers with such names are listed in
-    `target_parameters`. There, PEFT adapts a 2-D parameter with the tensor names and shapes of a linear layer.
+    In `target_modules` for a model with fused experts, PEFT mistakes names such as gate_proj for the names that experts
+    had in older versions of transformers, and adapts the experts instead of these layers. So the weights of such layers
+    are listed in `target_parameters`. PEFT's adapter of a 2-D parameter in this list has the tensor names and shapes of
+    a linear layer's adapter.
     """
     (config,) = model.peft_config.values()
     names = [*_adapted(model)]
@@ -398,8 +403,9 @@ def _renamed(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str])
 def _inject(config: "LoraConfig", model: PreTrainedModel, names: Sequence[str]) -> None:
     """Adds PEFT's adapters to exactly the layers `names`, and freezes all other parameters.
 
-    The names are passed to PEFT as the keys of a state dict, not as `target_modules`: PEFT would rewrite some names in
-    `target_modules` before matching them, and adapt the wrong layers (see `targets_for_peft`).
+    The names are passed to PEFT in the keys of a state dict, not in `target_modules`: PEFT would rewrite some names in
+    `target_modules` before matching them, and adapt the wrong layers (see `targets_for_peft`). Sets
+    `config.target_modules` afterwards, to values that select the same layers.
 
     Raises:
         Refused: PEFT cannot adapt the model.
@@ -456,8 +462,8 @@ def _is_weight(name: str) -> bool:
 
 
 def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns name in an adapter folder, without PREFIX -> tensor, for all tensors of the adapter. Args: values: name
-    of a parameter -> its value; must contain all names that `parameters_of` returns."""
+    """Returns all tensors of the adapter, under their names in an adapter folder without PREFIX. Args: values: name of
+    a parameter -> its value; must contain all names that `parameters_of` returns."""
     return {name: values[ours] for ours, name in _names_in_folder(model).items()}
 
 
@@ -476,8 +482,8 @@ def has_frozen(model: nn.Module) -> bool:
 
 
 def _names_in_folder(model: nn.Module) -> dict[str, str]:
-    """Returns name of a parameter of the adapter -> its name in an adapter folder, without PREFIX.
-
+    """Returns a dict that maps the name of each parameter of the adapter to its name in an adapter folder, without
+    PREFIX.
     Names in a folder do not contain "default", PEFT's name of the adapter: x.lora_A.weight instead of
     x.lora_A.default.weight. PEFT wraps a module with fused experts once for each adapted stack, and the wrapper of the
     last stack is the outermost one. In the tensor names of a stack, `base_layer` is repeated once for each wrapper that

@@ -1,11 +1,12 @@
 """Stores the matrices of linear layers and fused experts in 4 bits: 0.52 bytes per parameter instead of 2 or 4.
 
-Each block of 64 elements is divided by its largest magnitude, and each element is rounded to one of the 16 values of
-NF4, which are quantiles of a normal distribution. The scales, one per block, are stored in 8 bits, with one
-second-level scale per 256 scales (double quantization). Each product of a linear layer, in forward and in backward,
-dequantizes the matrix to the product's dtype and then frees the dequantized copy; autograd does not save it. The price
-is the time to dequantize, and a rounding error whose RMS is about 9 % of the RMS of the weights. Quantized matrices are
-frozen; LoRA trains additional matrices (`lora.py`). Source: Dettmers et al. 2023, arXiv 2305.14314.
+Each block of 64 elements is divided by its scale, the largest magnitude of its elements, and each quotient is rounded
+to one of the 16 values of NF4, which are quantiles of a normal distribution. The scales are stored in 8 bits, after
+their mean is subtracted, with one second-level scale per 256 scales (double quantization). Each product of a linear
+layer, in forward and in backward, dequantizes the matrix to the product's dtype and then frees the dequantized copy;
+autograd does not save it. The price is the time to dequantize, and a rounding error whose RMS is about 9 % of the RMS
+of the weights. Quantized matrices are frozen; LoRA trains additional matrices (`lora.py`). Source: Dettmers et al.
+2023, arXiv 2305.14314.
 
 This module uses bitsandbytes' operators, but not its layer, for four reasons:
 
@@ -44,7 +45,8 @@ ops = torch.ops.bitsandbytes
 BLOCK = 64  # elements per scale
 BLOCKS = 256  # scales per second-level scale
 with torch.device("cpu"):  # computed only once, because a trace would count the temporary tensors of each call
-    SCALES = create_dynamic_map().tolist()  # index: 8-bit code of a scale; value: scale / its second-level scale
+    # index: 8-bit code of a scale; value: (scale - mean scale) / second-level scale
+    SCALES = create_dynamic_map().tolist()
 PIECE = 1 << 22  # elements that are quantized at once; on a CPU each element needs about 20 bytes of temporary memory
 
 
@@ -93,7 +95,7 @@ class NF4Linear(nn.Linear, Packed):
         return _Product.apply(x.to(stacks.dtype_of_products(x)), self)
 
     def unpacked(self, dtype: torch.dtype, device: str | None = None) -> nn.Linear | Conv1D:
-        """Returns a frozen layer with the dequantized matrix: a Conv1D if the original layer was one, otherwise an
+        """Returns a frozen layer with the dequantized matrix: a Conv1D if the original layer was a Conv1D, otherwise an
         nn.Linear.
 
         Args:
@@ -203,9 +205,9 @@ def quantized(matrix: Tensor) -> dict[str, Tensor]:
     """Quantizes a matrix. Its flattened elements are padded with zeros to n elements, a multiple of 64.
 
     Returns:
-        name -> tensor: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, the
-        second-level scales; `table` (256,), the values of SCALES; `mean` (), the mean scale, which was subtracted from
-        the scales.
+        name -> tensor: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, one
+        second-level scale per 256 scales; `table` (256,), the values of SCALES; `mean` (), the mean scale, which was
+        subtracted from the scales before their quantization.
     """
     codes, scales = _in_codes(F.pad(matrix.flatten(), (0, -matrix.numel() % BLOCK)))
     mean = scales.mean()
@@ -226,16 +228,16 @@ def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
 
 
 def quantize(model: PreTrainedModel, with_experts: bool = True) -> None:
-    """Quantizes the linear layers and fused experts of the model that are not quantized yet, one by one, in place.
-    Embeddings, the head and routers are not quantized; a rounded router would choose different experts. The caller must
-    call this function while the model is on the host, because the codes must not depend on the device.
+    """Quantizes the linear layers (`linear_layers`) and fused experts of the model that are not quantized yet, one by
+    one, in place. Embeddings, the head and routers are not quantized; a rounded router might choose other experts. The
+    caller must call this function while the model is on the host, because the codes must not depend on the device.
 
     Args:
         model: the model.
         with_experts: True: also quantize fused experts.
 
     Raises:
-        Refused: the model has no matrix to quantize.
+        Refused: the model has neither a matrix to quantize nor a quantized matrix.
     """
     for name in [name for name, layer in linear_layers(model).items() if not isinstance(layer, NF4Linear)]:
         # looked up by name: a list of layers would keep the unquantized layers in memory after they are replaced

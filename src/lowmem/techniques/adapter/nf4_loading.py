@@ -1,5 +1,6 @@
-"""Quantizes published weights to NF4 while transformers loads them. At any time only one weight is unquantized in
-memory: a matrix, or the stack of a block's experts together with the tensors from which transformers joins it.
+"""Quantizes published weights to NF4 while transformers loads them. Of the weights that are quantized here, only one at
+a time is unquantized in memory: a matrix, or a stack of experts together with the tensors from which transformers joins
+the stack.
 
 If a model were quantized after loading, weights that are not mapped pages of their files, such as joined experts, would
 all be unquantized in host memory: up to 57 GiB for a mixture of experts with 30B parameters. transformers reads and
@@ -37,9 +38,9 @@ class NF4WhileLoading(QuantizationConfigMixin):
 class NF4Quantizer(HfQuantizer):
     """Replaces each layer or stack of experts by its quantized version as soon as the weight is loaded.
 
-    Some layers are left to `nf4.quantize`, which runs after loading: layers with tied weights, layers that transformers
-    loads in a dtype other than that of the model, and subclasses of nn.Linear with their own forward pass, which may
-    compute more than a product. After loading, the quantizer's settings are removed from the model.
+    Some layers and stacks are left to `nf4.quantize`, which runs after loading: tied weights, weights that transformers
+    loads in a dtype other than the model's dtype for the weight, and subclasses of nn.Linear with their own forward
+    pass, which may compute more than a product. After loading, the quantizer's settings are removed from the model.
     """
 
     is_trainable = True
@@ -87,8 +88,8 @@ class NF4Quantizer(HfQuantizer):
 
 
 class Pack(ConversionOps):
-    """The operation that transformers calls with loaded tensors: it puts quantized layers into the model, and returns
-    the tensors that it has not quantized."""
+    """The operation that transformers calls with loaded tensors. It puts quantized layers and stacks into the model,
+    and returns the tensors that it has not quantized."""
 
     def __init__(self, quantizer: NF4Quantizer) -> None:
         self.quantizer = quantizer

@@ -140,8 +140,12 @@ def adapted_stacks(model: nn.Module) -> list[str]:
 
 def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a stack (experts, rows, columns), dequantized if it is in 4 bits, and with LoRA added if it has any.
+
     Args:
-    dtype: dtype of the result; None: the dtype of the parameter, or of a quantized stack before its quantization."""
+        experts: the module with the stack.
+        name: name of the stack.
+        dtype: dtype of the result; None: the dtype of the parameter, or of a quantized stack before its quantization.
+    """
     base = stack_weights(experts, name)
     dtype = dtype or base.dtype
     stack = base.to(dtype) if isinstance(base, Tensor) else base.dequantized(dtype)
@@ -157,7 +161,7 @@ def dtype_of_products(x: Tensor) -> torch.dtype:
 
 
 def plain_class(experts: nn.Module) -> type[nn.Module]:
-    """Returns the module's class in transformers, without `ComputedExperts`."""
+    """Returns the class that transformers gave the module, without `ComputedExperts`."""
     return type(experts).__mro__[2] if isinstance(experts, ComputedExperts) else type(experts)
 
 

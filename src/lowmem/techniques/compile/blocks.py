@@ -25,9 +25,9 @@ from lowmem.model.blocks import blocks
 from lowmem.system.errors import Refused
 from lowmem.system.torch_private import allow_graphs, compilation_errors, has_memory_budget, within_budget
 
-# Maximum number of graphs per kind of block. Rows that are packed to seq_len have one shape, except at the end of an
-# epoch. With data.packing=padded, micro-batches differ in length. From the second shape on, torch compiles with dynamic
-# sizes, so a few graphs are usually enough.
+# Number of graphs that torch may compile per kind of block, unless torch's own limit is higher. Rows that are packed to
+# seq_len have one shape, except at the end of an epoch. With data.packing=padded, micro-batches differ in length. From
+# the second shape on, torch compiles with dynamic sizes, so a few graphs are usually enough.
 MOST_GRAPHS = 64
 
 
@@ -43,9 +43,9 @@ def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: flo
         backend: backend of torch.compile. inductor generates and compiles code. aot_eager runs the traced graphs
             without generated code, so it needs no C++ compiler. aot_eager_decomp_partition does the same, with
             inductor's decompositions and its rules for saving activations.
-        activation_memory_budget: fraction of the activations' bytes that a block may save for backward, from 0 (only
-            the block's input) to 1. torch recomputes the activations that take the least time to recompute. None:
-            torch's default of 1.
+        activation_memory_budget: bytes that a block may save for backward, as a fraction of the bytes that torch saves
+            by default, from 0 (only the block's input) to 1. torch chooses the activations that take the least time to
+            recompute. None: torch's default of 1.
 
     Raises:
         Refused: the budget is not between 0 and 1; this version of torch does not support budgets; or the model has no

@@ -10,8 +10,8 @@ the autograd graph owns the boundary.
     backward    computes block n    up: copies boundary n - 1 to the device
 
 Fetching a boundary starts the copy of the boundary that backward needs next (`Chain`), so that copies overlap with
-computation. If the device is a CPU, copies are synchronous. The memory meter lists the copies under host memory, also
-in a run on a CPU.
+computation. If the device is a CPU, copies are synchronous. The memory meter counts tensors of `OnHost` as host memory,
+also in a run on a CPU.
 """
 
 import threading
@@ -127,7 +127,8 @@ class Chain:
 
     def start_next(self, fetched: OnHost) -> None:
         """Starts the copy of one boundary that still `waits`: the oldest of the same block, or else the oldest of the
-        previous block. Args: fetched: the boundary that was just fetched."""
+        previous block. Skips boundaries that other forward passes of the same thread created. Args: fetched: the
+        boundary that was just fetched."""
         references = (*self._made.get(fetched.block, ()), *self._made.get(fetched.block - 1, ()))
         for boundary in filter(None, (reference() for reference in references)):
             is_of_other_pass = boundary.in_pass[0] == fetched.in_pass[0] and boundary.in_pass != fetched.in_pass

@@ -1,10 +1,13 @@
 """Activation (gradient) checkpointing: saves the input of each segment of blocks, and recomputes the other activations.
 
 Each yaml in conf/gradient_checkpointing selects a function of this module, which changes a model in place before
-training. For each segment, memory then holds one boundary, which is the input (batch, tokens, width) of the segment's
-first block. All activations of a segment exist at the same time only during its backward pass. `selective` and
-`offload_attention` save further results. Costs one more forward pass, which adds up to a third to the time of a step.
-Source: Chen et al. 2016, arXiv 1604.06174. A segment is one block or several:
+training. All of these functions except `none` raise Refused if the model has no list of blocks. For each segment,
+memory then holds one boundary, which is the input (batch, tokens, width) of the segment's first block. All activations
+of a segment exist at the same time only during its backward pass. `selective` and `offload_attention` save further
+results. Costs up to one more forward pass, which adds up to a third to the time of a step. Source: Chen et al. 2016,
+arXiv 1604.06174.
+
+A segment is one block or several:
 
     one block         `Alone`: torch's non-reentrant checkpoint around the block's forward pass
     several blocks    `Segment`: a Hugging Face model calls its blocks one by one, with separate arguments. So a
@@ -65,8 +68,8 @@ def segments(model: nn.Module, k: int | None = None) -> None:
 
 def selective(model: nn.Module) -> None:
     """Saves the block inputs, and the results of matrix products and fused attention that the model does not change in
-    place. Backward recomputes all other activations. This takes little time, except for experts that are computed by
-    grouped products."""
+    place. Backward recomputes all other activations. This recomputation takes little time, except for experts that are
+    computed by grouped products."""
     for block in blocks(model):
         Alone(block, contexts=kept_results.contexts)
 

@@ -19,13 +19,14 @@ products of a Llama MLP is computed once more, which takes about 5 % of a step. 
 the MLP, for a norm (Gemma 2) or for the next block of a segment, all three products are computed once more. In a
 measurement on a CPU (3 blocks of width 512 with MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens),
 activations took 37 MiB instead of 55 MiB, and a step took 1.17 times as long as without slices. Slices of the norms
-account for 4 MiB of the saving, and for 0.1 of the factor 1.17.
+account for 4 of the 18 MiB, and for 0.1 of the added 0.17.
 
 Cost in memory: during a module's backward pass, the gradients of its weights are summed over the slices in fp32, which
-takes 4 bytes per trained weight. 16-bit sums would take half of this memory, but have larger rounding errors. In a
-measurement (a matrix of 1376 x 512, 2048 tokens), errors were compared with the error of a single product over all
-tokens. With fp32 sums the error was 1.4 times as large for every number of slices, because the product of each slice is
-rounded. With bf16 sums it was 1.9 times as large with 4 slices, 3.2 times with 16 slices, and 4.3 times with 32 slices.
+takes 4 bytes per trained parameter of the module. 16-bit sums would take half of this memory, but have larger rounding
+errors. In a measurement (a matrix of 1376 x 512, 2048 tokens), errors were compared with the error of a single product
+over all tokens. With fp32 sums the error was 1.4 times as large for every number of slices, because the product of each
+slice is rounded. With bf16 sums it was 1.9 times as large with 4 slices, 3.2 times with 16 slices, and 4.3 times with
+32 slices.
 So slices save memory if few weights are trained, or if the micro-batch has many tokens compared to the MLP's weights.
 With 16-bit weights that are all trained, B x T must be larger than about the width H.
 
@@ -89,7 +90,7 @@ class Tiles:
 
         Raises:
             Refused: a module's results in slices differ from its results for whole rows; a module uses trained weights
-                of another module; or no module can be computed in slices.
+                of another module; a module's results contain inf or nan; or no module can be computed in slices.
         """
         for module in self.sliced:
             module.comparing = True
@@ -179,7 +180,8 @@ class SlicedModule(nn.Module):
         return same(torch.cat(slices, 1), expected, largest_magnitude(expected), dtypes)
 
     def in_slices(self, x: Tensor) -> Tensor:
-        """Computes (B, T, H) -> (B, T, ...) in slices. Called only where autograd has nothing to record."""
+        """Returns the module's output (B, T, ...) for an input (B, T, H), computed in slices. Called only where
+        autograd has nothing to record."""
         weights, result, start = self.stand_ins(), None, 0
         for piece in x.split(self.tokens, dim=1):
             out = self._compute(piece, weights)  # (B, t, ...)

@@ -1,15 +1,17 @@
-"""Defines the interface of losses (`Loss`), two losses (`loss=full` and `loss=chunked`), and the checks that run before
-the first step or evaluation (`Verified`).
+"""Defines the interface of losses (`Loss`), two losses (`loss=full` and `loss=chunked`), and the checks of the model
+before training or evaluation (`Verified`).
 
 A loss takes the model and a micro-batch. `labels[b, t]` is the token that follows `input_ids[b, t]`, or -100 if the
 loss ignores this token (prompts, padding). A loss returns an fp32 *sum* over tokens (a preference loss: over pairs or
-rated answers), not a mean: `CausalLM` divides by the number of labels, pairs or answers in the full window.
+rated answers), not a mean: `CausalLM` divides by the number of labels, pairs or answers in the full window, on all
+devices.
 
-`full` is cross entropy as most code computes it: it stores the logits (B, T, V) in the compute dtype and in fp32, and
-the gradient of the logits. With a vocabulary of 150,000, these tensors are often the peak of a run. `Chunked` stores
-the logits of only a few tokens at a time. It computes the gradient in the forward pass, while the logits of the chunk
-still exist, so the logits are computed only once, as in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989). All other
-code of the model, before and after its head, still runs (`head.py`).
+`full` is cross entropy as most code computes it, with tensors of shape (B, T, V): the logits in the compute dtype and
+in fp32, their log-softmax, and gradients. With a vocabulary of 150,000, the memory of a run often peaks at these
+tensors. `Chunked` stores the logits of only one chunk of tokens at a time. It computes gradients in the forward pass,
+while the logits of the chunk still exist, so the logits are computed only once, as in Liger Kernel (Hsu et al. 2024,
+arXiv 2410.10989). The price is an fp32 sum of the gradient of the head's weight. All other code of the model, before
+and after its head, still runs (`head.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +30,10 @@ from lowmem.model.head_tiles import matrix_of
 from lowmem.system.errors import Refused
 from lowmem.techniques.loss.head import agrees, enter, finished, multiplied_in
 
-VERIFIED = 16  # number of tokens of each sequence in the checks of `Loss.verify` and `Tiles.verify`
-SLICE = 1 << 13  # tokens of the vocabulary in each 16-bit product that is added to an fp32 sum
+VERIFIED = 16  # maximum number of tokens per row in the checks of `Loss.verify` and `Tiles.verify`
+# Tokens of the vocabulary in each 16-bit product that is added to an fp32 sum. A single product would need temporary
+# memory for (V, H) elements.
+SLICE = 1 << 13
 
 
 class Loss:
@@ -72,10 +76,10 @@ class Loss:
 
         Args:
             model: the model.
-            batch: a micro-batch of at most two sequences with a few tokens each.
+            batch: a micro-batch of at most two rows with a few tokens each.
 
         Raises:
-            Refused: the logits differ, or the loss cannot compute the logits of this model.
+            Refused: the logits differ, or contain inf or nan; or the loss cannot compute the logits of this model.
         """
 
 
@@ -138,8 +142,8 @@ class Chunked(Loss):
 
 
 class Verified(Callback):
-    """A callback that raises Refused unless all of these checks pass. It runs before the first step, or before the
-    evaluation of a run that does not train:
+    """A callback that raises Refused unless all of these checks pass. The checks run before the first step, or before
+    the evaluation of a run that does not train:
 
     - padded rows do not depend on each other's lengths (`lengths.check_rows`)
     - documents in packed rows do not attend to each other, and do not depend on each other's lengths
@@ -147,7 +151,8 @@ class Verified(Callback):
     - a loss that computes logits itself computes the model's logits (`Loss.verify`; only before training)
     - modules that are computed in slices give the results of the unsliced modules (`Tiles.verify`)
 
-    All checks except the first one run the model in the run's precision.
+    All checks except the first one run the model in the run's precision. All ranks run the checks, because a forward
+    pass of a divided model contains collectives.
 
     Args:
         packed: True: rows contain several documents.
@@ -176,8 +181,8 @@ class Verified(Callback):
         Args:
             trainer: the trainer.
             module: the `CausalLM`.
-            loaders: the loaders whose rows are checked.
-            first: returns a micro-batch for the checks that need data; called only if there is such a check.
+            loaders: the loaders for the check of padded rows.
+            first: returns a micro-batch for the other checks; not called if the run needs none of them.
         """
         self.done = True
         for loader in loaders:
@@ -204,7 +209,8 @@ def _validation(trainer: Trainer) -> Iterator[ValidationLoader]:
 
 def _check_rows(module: LightningModule, loader: WindowLoader | ValidationLoader) -> None:
     """Checks that padded rows of a loader do not depend on each other's lengths. Does nothing if the loader does not
-    pad rows. Raises: Refused."""
+    pad rows, or if its micro-batches have position ids (`packed_attention.verify` checks packed documents). Raises:
+    Refused."""
     rows = loader.sequences
     if rows.filler and not rows.positions:
         together = len(rows.example(loader.share.batch_size, 1).input_ids)
@@ -215,8 +221,8 @@ def counted(labels: Tensor, count: int | None = None) -> Tensor:
     """Returns the indices of positions with a label.
 
     If the number of labels is unknown, the host must wait until the device has counted them. The losses of this package
-    have no other point where the host waits for the value of a tensor. A trace with fake tensors assumes that all
-    positions have a label.
+    have no other point where the host waits for the value of a tensor. In a trace with fake tensors `learned.all()` is
+    True, so the trace assumes that all positions have a label.
 
     Args:
         labels: (N,), -100: no label.
@@ -282,7 +288,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_total):
-        def scaled(gradient, dtype):  # multiply before rounding to 16 bits, because d_total contains the loss scale
+        # d_total contains the loss scale, so fp32 sums are multiplied before they are rounded to the weight's dtype.
+        # d_hidden was rounded in `forward` already.
+        def scaled(gradient, dtype):
             return None if gradient is None else gradient.mul_(d_total).to(dtype)
 
         d_hidden, d_weight, d_bias = ctx.saved_tensors

@@ -10,8 +10,8 @@ forward pass, in which it replaces the head, or both head and body:
     finish    Called for each chunk or tile, if the model changes the head's output. The model's forward pass runs
               again: the body returns its previous output, and the head returns the product of the chunk or tile.
 
-A replacement affects calls from one thread (`_Answers`), because with weights.order=by_layer several micro-batches are
-in progress at the same time, each in its own thread.
+A replacement affects only calls from the thread that made it (`_Answers`), because with weights.order=by_layer several
+micro-batches are in progress at the same time, each in its own thread.
 """
 
 from collections.abc import Callable, Iterator
@@ -201,7 +201,7 @@ def agrees(model: PreTrainedModel, inputs: dict[str, Tensor], tiled: bool = Fals
     if ours.shape != theirs.shape:
         return False
     # The tolerance is relative to the head's output: the logits may be huge where the model masks them. `same` accepts
-    # inf or nan if both results have it at the same place, because a soft cap may overflow.
+    # inf and nan that are at the same places in both results, because a soft cap may overflow.
     return same(ours, theirs, largest_magnitude(products), [products.dtype], least=0.0)
 
 

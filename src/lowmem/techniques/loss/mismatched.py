@@ -1,7 +1,7 @@
 """Computes the log-ratios of mismatched prompt-answer pairs for KTO, before each window or validation set.
 
-KTO's loss of an answer depends on the mean log-ratio of the mismatched pairs of all micro-batches and devices. So the
-model computes the mismatched pairs before the first micro-batch, in separate forward passes without gradients.
+KTO's loss of an answer depends on the mean log-ratio of the mismatched pairs of all micro-batches, on all devices. So
+the model computes all mismatched pairs before the first micro-batch, in separate forward passes without gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ class MismatchedPass(Callback):
     log-ratios and their number over all devices, and passes both sums to the loss.
 
     Args:
-        read: returns (sum of log-ratios, number of answers) of the last micro-batch, shape (2,).
+        read: returns (sum of log-ratios, number of answers) of the micro-batch that was computed last, shape (2,).
         hand_over: takes the sum of the results of `read` over all micro-batches and devices, shape (2,), and passes it
             to the loss.
     """
@@ -40,8 +40,8 @@ class MismatchedPass(Callback):
             self.compute(module, _groups_of(trainer, module, number))
 
     def compute(self, module: LightningModule, groups: Iterable[Sequence[RatedBatch]]) -> None:
-        """Runs the model on the mismatched rows of all groups, and passes the sums over all devices to the loss.
-
+        """Runs the model on the mismatched rows of all groups, and passes the sums over all devices to the loss. All
+        ranks must call this method.
         Args:
             module: the `CausalLM`.
             groups: lists of micro-batches; all micro-batches of a list are on the device at the same time.

@@ -32,7 +32,7 @@ class AnswerLogProbs(NamedTuple):
     # be as large as the difference between the trained model and the reference model.
     logp: Tensor
     tokens: Tensor  # int64, number of tokens; 1 for an answer without labels, so that divisions by it are defined
-    reference: Tensor  # fp64, log-probability under the reference model; zeros for losses without a reference model
+    reference: Tensor  # fp64, log-probability under the reference model; zeros if the micro-batch has none
     desirable: Tensor | None = None  # bool, rating of the answer; None for pairs
 
     @property
@@ -48,7 +48,7 @@ class PreferenceLoss(Tiled):
     """Base class of preference losses.
 
     Args:
-        beta: a factor above 0; see the formula of the subclass.
+        beta: a number above 0; see the formula of the subclass.
         columns: tokens of the vocabulary per tile.
 
     Raises:
@@ -71,7 +71,7 @@ class PreferenceLoss(Tiled):
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
         """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,). The mask is
-        False for a pair or rated answer without labels, as in filler."""
+        False for a rated answer without labels, and for a pair of which an answer has no labels, as in filler."""
         losses, learned = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learned]
@@ -97,8 +97,8 @@ class PreferenceLoss(Tiled):
         raise NotImplementedError
 
     def take(self) -> tuple[AnswerLogProbs, Tensor]:
-        """Returns what `answers` returned for the last micro-batch that was computed without gradients, and drops the
-        reference. Call this method at most once per micro-batch."""
+        """Returns what `answers` returned for the last micro-batch that was computed without gradients. Call this
+        method only once per micro-batch, because it drops the stored tensors."""
         seen, self._seen = self._seen, None
         return seen
 
@@ -196,11 +196,11 @@ class KTO(PreferenceLoss):
 
     z estimates the KL divergence to the reference model: the mean log-ratio of mismatched prompt-answer pairs, but at
     least 0. The mean is over all mismatched pairs of a window, or of a validation set, on all devices. To compute z,
-    the model runs on the mismatched pairs in a separate forward pass without gradients (`mismatched.py`).
+    the model runs on the mismatched pairs in separate forward passes without gradients (`mismatched.py`).
 
     Args:
-        desirable_weight, undesirable_weight: `weight` for desirable and undesirable answers, at least 0; balances data
-            with many more answers of one rating than of the other.
+        desirable_weight, undesirable_weight: `weight` for desirable and undesirable answers, at least 0 and not both 0;
+            balances data with many more answers of one rating than of the other.
     """
 
     needs, compares = RatedBatch, True
@@ -249,9 +249,9 @@ class KTO(PreferenceLoss):
         return losses[:, 0]
 
     def figures(self) -> dict[str, Tensor]:
-        """Returns name -> metric. `accuracy` is the number of answers for which the prediction "desirable if the
-        log-ratio is above z" is right, and `kl` is z times the number of answers. Rewards and log-probabilities are
-        (sum, count) for each rating."""
+        """`accuracy` is the number of answers for which the prediction "desirable if the log-ratio is above z" is
+        right, and `kl` is z times the number of answers. Rewards and log-probabilities are (sum, count) over the
+        answers of one rating. See `Loss.figures`."""
         answers, real = self.take()
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}
@@ -263,7 +263,8 @@ class KTO(PreferenceLoss):
 
 
 def _difference(values: Tensor) -> Tensor:
-    """Returns value of the chosen answer - value of the rejected answer, (pairs,). Args: values: (pairs, 2)."""
+    """Returns the value of the chosen answer minus the value of the rejected answer, (pairs,). Args: values: (pairs,
+    2)."""
     return values[:, 0] - values[:, 1]
 
 

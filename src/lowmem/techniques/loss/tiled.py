@@ -5,12 +5,12 @@ N: number of tokens with a label; V: tokens in the vocabulary; C: tokens of the 
     forward     for each tile: logits (N, C) -> running maximum and sum of exponentials, logit of the label
     backward    for each tile: logits again -> gradient of the logits -> complete gradient (C, H) of the tile's weights
 
-`loss=chunked` sums the gradient of the head's weight (V, H) in fp32, over chunks of tokens. With 16-bit weights, this
-sum is often the peak of the run. `loss=tiled` computes the gradient of a tile as a single product over all tokens, so
-the gradient has the dtype of the weight: 2 bytes per element with 16-bit weights, without an fp32 sum. The price is
-that the logits are computed twice: the gradient needs the softmax, whose denominator is a sum over all tiles (online
-softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Memory: 6 bytes x N x C for logits with 16-bit products, and 4
-bytes x N x H for the gradient of the head's input.
+`loss=chunked` sums the gradient of the head's weight (V, H) in fp32, over chunks of tokens. With 16-bit weights, the
+memory of a run often peaks at this sum. `loss=tiled` computes the gradient of a tile as a single product over all
+tokens, so the gradient has the dtype of the weight: 2 bytes per element with 16-bit weights, without an fp32 sum. The
+price is that the logits are computed twice: the gradient needs the softmax, whose denominator is a sum over all tiles
+(online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Temporary memory with 16-bit products: 6 bytes x N x C
+for logits, and in backward 4 bytes x N x H for the fp32 gradient of the head's input.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The interface of a precision: the dtypes of weights and matrix products, and the loss scale.
+"""The interface of a precision, which determines the dtypes of weights and matrix products, and the loss scale.
 
 A precision is a Lightning plugin. Code that does not know the kind of precision uses only the attributes and methods of
 `BasePrecision`, which are listed in the order in which a run uses them. The defaults are for fp32 weights: a new
@@ -8,7 +8,7 @@ precision sets `dtype`, and overrides the methods whose default does not fit. It
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
       SixteenBitWeights                         `weights_16bit.py`: 16-bit weights, updated in fp32
       Float16Master, BFloat16Master             `masters.py`: 16-bit weights, with fp32 masters in `MasterWeights`
-      ScaledLoss                                `loss_scale.py`: a mixin for fp16 precisions, the first base class
+      ScaledLoss                                `loss_scale.py`: a mixin, the first base class of each fp16 precision
 
 On a CPU, Lightning's own plugins replace fp16 by bf16; these precisions do not.
 """
@@ -36,13 +36,14 @@ class BasePrecision(Precision):
 
     device = "cpu"
     dtype: torch.dtype  # dtype of the inputs of matrix products
-    # dtype of the model's trained weights, or of their masters if the optimizer updates masters; None: `dtype`
+    # dtype of the model's own weights if they are trained, or of their masters if there are masters; None: `dtype`
     weights_dtype: torch.dtype | None = torch.float32
     tf32 = False  # True: on a card with TF32, inputs of fp32 matrix products keep 10 mantissa bits
     scales_loss = False  # True: the loss is scaled, and only the end of a window shows whether a gradient overflowed
     lowered_scale = False  # True: the last window's gradients overflowed, and the loss scale was halved
     gradient_scale = 1.0  # the loss scale by which the current window's gradients are multiplied
-    draws = False  # True: steps draw random numbers; processes with copies of the same weight must draw equal numbers
+    # True: steps draw random numbers, so the strategy must keep the copies of a weight in several processes equal
+    draws = False
     # when the optimizer runs on the host (`offload/master_weights.py`); "if streamed": with weights=streamed
     steps_on_host: Literal["never", "if streamed", "always"] = "never"
 
@@ -61,10 +62,11 @@ class BasePrecision(Precision):
             self._on_converted.append(call)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Converts the module in place and returns it. Lightning calls this method after the weights have been loaded
-        or restored from a checkpoint, and before they move to the device. Overrides must keep the parameter objects,
-        and may replace only their data. An override that changes settings of the process must add a callback or context
-        manager to `_run`, with which `teardown` restores the settings."""
+        """Converts the module in place and returns it. The base class only replaces CPU kernels (`widened`) and calls
+        the registered functions. Lightning calls this method after the weights have been loaded or restored from a
+        checkpoint, and before the weights move to the device. Overrides must keep the parameter objects, and may
+        replace only their data. An override that changes settings of the process must add a callback or context manager
+        to `_run`, with which `teardown` restores the settings."""
         if self._run.enter_context(widened(self.dtype, self.device)):
             log.info(
                 f"This CPU has no {NAMES[self.dtype]} matrix products: they are computed in fp32, and each result is "
@@ -107,7 +109,7 @@ class BasePrecision(Precision):
     # --- each micro-batch -----------------------------------------------------------------------------------------
 
     def train_step_context(self) -> AbstractContextManager:
-        """Returns the context that Lightning enters for the full training step. It does nothing: autocast in this
+        """Returns the context that Lightning enters for the full training step: a no-op, because autocast in this
         context would also affect backward and the optimizer."""
         return nullcontext()
 
@@ -118,14 +120,15 @@ class BasePrecision(Precision):
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Returns the tensor on which `backward` is called: the loss, multiplied by the loss scale if the precision has
-        one. Calls the hooks `on_before_backward` first. Called with the loss of each micro-batch, by Lightning or by
-        `Pipeline`."""
+        a loss scale. Also calls the hooks `on_before_backward` with this tensor. Lightning or `Pipeline` calls this
+        method with the loss of each micro-batch, divided by the window's weight."""
         return super().pre_backward(tensor, module)
 
     # --- each window ----------------------------------------------------------------------------------------------
 
     def update_scale(self, finite: bool) -> None:
-        """Sets the loss scale of the next window. Args: finite: True if all gradients of this window are finite."""
+        """Sets the loss scale of the next window; a no-op without a loss scale. Args: finite: True if all gradients of
+        this window are finite."""
 
     def optimizer_step(self, optimizer: Optimizer, model: LightningModule, closure: object, **kwargs: object) -> None:
         """Steps the optimizer. Lightning's version would also call callbacks and clip gradients, but
@@ -140,6 +143,6 @@ class BasePrecision(Precision):
         return {}
 
     def teardown(self) -> None:
-        """Undoes changes to the process, such as replaced kernels, by closing `_run`. Lightning calls this method at
-        the end of a run."""
+        """Undoes changes of process settings, such as replaced kernels, by closing `_run`. Lightning calls this method
+        at the end of a run."""
         self._run.close()

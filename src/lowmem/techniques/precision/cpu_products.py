@@ -28,8 +28,8 @@ from lowmem.system.torch_private import (
 )
 
 aten = torch.ops.aten
-# Maps each product to the number of its leading results that are rounded to 16 bits. The second result of attention,
-# the log-sum-exp, stays in fp32.
+# Maps each operator to the number of results that are rounded to 16 bits, counted from the first result. The second
+# result of attention, the log-sum-exp, stays in fp32.
 PRODUCTS = {
     **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), 1),
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out), 1),
@@ -47,8 +47,7 @@ def has_units(dtype: torch.dtype) -> bool:
 @contextmanager
 def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
     """Context manager that replaces torch's CPU kernels for matrix products in `dtype`, in all threads. Does nothing if
-    the device is not a CPU, or if the CPU has instructions for these products. Yields: True if the kernels were
-    replaced."""
+    the device is not a CPU, or if `has_units(dtype)`. Yields: True if the kernels were replaced."""
     if device != "cpu" or has_units(dtype):
         yield False
         return
@@ -67,8 +66,8 @@ def _native(product: OpOverload) -> Callable:
 
 
 def _wide(product: OpOverload, dtype: torch.dtype) -> Callable:
-    """Returns the replacement of a kernel. For inputs in `dtype`, the replacement calls torch's kernel with fp32 copies
-    of the inputs, and rounds the results. Otherwise it passes the inputs to torch's kernel unchanged."""
+    """Returns the replacement of a kernel. If the first input is in `dtype`, the replacement calls torch's kernel with
+    fp32 copies of the inputs, and rounds the results. Otherwise it passes the inputs to torch's kernel unchanged."""
     native = _native(product)
 
     def wide(value: object) -> object:

@@ -23,14 +23,15 @@ HOLDS = ("state", "all")  # values of weights.drive_holds
 
 
 class Streamed(StreamedWeights):
-    """Streams the weights of a model's blocks, its embedding, and its head if the loss reads the head in tiles. Blocks
-    that `resident_blocks` selects stay on the device, and so do an embedding that is tied to a head on the device, and
-    an embedding or head that `offload/edges.py` does not support.
+    """Streams the weights of a model's blocks (exceptions: see the module's docstring), its embedding, and its head if
+    the loss reads the head in tiles. All other weights stay on the device, and so do `resident_blocks` blocks, an
+    embedding that is tied to a head on the device, and an embedding or head that `offload/edges.py` does not support.
 
     Args:
         network: the model.
         head_in_tiles: True: the loss reads the head in tiles (loss=tiled and the preference losses).
-        resident_blocks, slots, order, drive, drive_holds: see conf/weights/streamed.yaml.
+        order: by_micro_batch or by_layer.
+        resident_blocks, slots, drive, drive_holds: see conf/weights/streamed.yaml.
 
     Raises:
         Refused: fewer than two blocks can be streamed; `resident_blocks` leaves fewer than two blocks to stream, or is
@@ -88,9 +89,8 @@ def _layout(network: nn.Module, resident_blocks: int, head_in_tiles: bool) -> La
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` items of a list, which are spaced as evenly as possible and include the last item. Then the items
-    that are left out, the resident blocks, are spread evenly too. Streamed blocks are copied while resident blocks
-    compute."""
+    """Returns `count` items of a list, which are spaced as evenly as possible and include the last item. The remaining
+    items, the resident blocks, are therefore spread evenly too. While they compute, streamed blocks are copied."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 

@@ -368,8 +368,8 @@ def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
 
 def not_loaded_by_peft(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of tensors that PEFT could not load, because it would rename them and then not find the new
-    names in the model; empty if this version of PEFT does not rename tensors. Args: tensors: name in an adapter folder
-    -> tensor."""
+    names in the model; empty if this version of PEFT does not rename tensors. Args: tensors: the tensors of an adapter
+    folder, by name."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError:
@@ -462,8 +462,8 @@ def _is_weight(name: str) -> bool:
 
 
 def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns all tensors of the adapter, under their names in an adapter folder without PREFIX. Args: values: name of
-    a parameter -> its value; must contain all names that `parameters_of` returns."""
+    """Returns all tensors of the adapter, under their names in an adapter folder without PREFIX. Args: values: the
+    values of parameters, by name; must contain all names that `parameters_of` returns."""
     return {name: values[ours] for ours, name in _names_in_folder(model).items()}
 
 
@@ -501,8 +501,8 @@ def _names_in_folder(model: nn.Module) -> dict[str, str]:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns name -> layer for the linear layers that can be adapted: all of `linear_layers`, except layers whose
-    weights a Mamba kernel reads."""
+    """Returns the linear layers that can be adapted, by name: all of `linear_layers`, except layers whose weights a
+    Mamba kernel reads."""
     no_adapter = _read_by_kernels(model)
     return {name: layer for name, layer in linear_layers(model).items() if name not in no_adapter}
 
@@ -520,7 +520,7 @@ def _chosen(model: PreTrainedModel, linear: dict[str, nn.Module], target: str | 
 
     Args:
         model: the model, for error messages.
-        linear: name -> layer for the layers that can be adapted.
+        linear: the layers that can be adapted, by name.
         target: all-linear, or patterns.
 
     Raises:
@@ -556,7 +556,7 @@ def _meant(name: str, pattern: str) -> bool:
 
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns name -> layer for the layers that PEFT has adapted. Fused experts are not included."""
+    """Returns the layers that PEFT has adapted, by name. Fused experts are not included."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -205,7 +205,7 @@ def quantized(matrix: Tensor) -> dict[str, Tensor]:
     """Quantizes a matrix. Its flattened elements are padded with zeros to n elements, a multiple of 64.
 
     Returns:
-        name -> tensor: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, one
+        A dict of tensors: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, one
         second-level scale per 256 scales; `table` (256,), the values of SCALES; `mean` (), the mean scale, which was
         subtracted from the scales before their quantization.
     """

@@ -4,7 +4,7 @@ Each yaml in conf/gradient_checkpointing selects a function of this module, whic
 training. All of these functions except `none` raise Refused if the model has no list of blocks. For each segment,
 memory then holds one boundary, which is the input (batch, tokens, width) of the segment's first block. All activations
 of a segment exist at the same time only during its backward pass. `selective` and `offload_attention` save further
-results. Costs up to one more forward pass, which adds up to a third to the time of a step. Source: Chen et al. 2016,
+results. Costs at most one more forward pass, which adds up to a third to the time of a step. Source: Chen et al. 2016,
 arXiv 1604.06174.
 
 A segment is one block or several:

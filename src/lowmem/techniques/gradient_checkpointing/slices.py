@@ -216,9 +216,10 @@ class SlicedModule(nn.Module):
         return d_x, [sums.pop(name).to(weight.dtype) if name in sums else None for name, weight in weights.items()]
 
     def stand_ins(self) -> dict[str, Tensor]:
-        """Returns name -> new leaf tensor, which shares the memory of a trained weight. Without new tensors, autocast
-        would cache 16-bit copies of the weights themselves here, where gradients are disabled. Other code that uses a
-        weight would then get the cached copy, and compute no gradient of the weight."""
+        """Returns a new leaf tensor for each trained weight, by name. The new tensor shares the weight's memory.
+        Without new tensors, autocast would cache 16-bit copies of the weights themselves here, where gradients are
+        disabled. Other code that uses a weight would then get the cached copy, and compute no gradient of the
+        weight."""
         return {name: p.detach().requires_grad_() for name, p in self.named_parameters() if p.requires_grad}
 
     def _compute(self, piece: Tensor, weights: dict[str, Tensor]) -> object:

@@ -6,7 +6,7 @@ or soft caps (Gemma, xLSTM) after the head. Models name these parts differently.
 forward pass, in which it replaces the head, or both head and body:
 
     enter     Called once per micro-batch. The body runs, and a pre-hook captures the head's input (B, T, H). The head
-              gets only the first token of each sequence, and returns zeros (B, 1, V) without a product.
+              gets only the first token of each row, and returns zeros (B, 1, V) without a product.
     finish    Called for each chunk or tile, if the model changes the head's output. The model's forward pass runs
               again: the body returns its previous output, and the head returns the product of the chunk or tile.
 
@@ -36,8 +36,8 @@ class Head(NamedTuple):
 
     linear: nn.Linear
     hidden: Tensor  # (B, T, H), input of the head
-    # a chunk or tile of the head's output (rows, columns) -> its logits (rows, columns); None: the model returns the
-    # head's output as logits
+    # maps a chunk or tile of the head's output (rows, columns) to its logits (rows, columns); None: the model returns
+    # the head's output as logits
     finish: Callable[[Tensor], Tensor] | None
 
 
@@ -50,8 +50,9 @@ def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
         inputs: `MicroBatch.inputs`, each (B, T).
 
     Raises:
-        Refused: the head is not an `nn.Linear`; the model does not call it exactly once, with a positional argument, on
-            all tokens; or the model changes the head's output and has no base model separate from the head.
+        Refused: the head is not an `nn.Linear`; the model does not call the head exactly once, with a positional
+            argument, on all tokens; or the model changes the head's output and has no base model separate from the
+            head.
     """
     head, body, here = model.get_output_embeddings(), model.base_model, get_ident()
     if type(head) is not nn.Linear:  # a subclass may compute more than a product
@@ -146,8 +147,8 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class _Answers(dict[int, Callable]):
-    """Replacements of a module's forward pass: thread id -> function that this thread calls instead. Threads without an
-    entry call the module's own forward pass. The module is patched while the dict is not empty."""
+    """Replacements of a module's forward pass: for each thread id, the function that this thread calls instead. Threads
+    without an entry call the module's own forward pass. The module is patched while the dict is not empty."""
 
     def __init__(self, module: nn.Module) -> None:
         self.forward, self.patch = module.forward, patch.object(module, "forward", self)

@@ -2,7 +2,7 @@
 
 A precision is a Lightning plugin. Code that does not know the kind of precision uses only the attributes and methods of
 `BasePrecision`, which are listed in the order in which a run uses them. The defaults are for fp32 weights: a new
-precision sets `dtype`, and overrides the methods whose default does not fit. It is derived from one of these classes:
+precision sets `dtype`, and overrides the methods whose default does not fit. The classes from which it can be derived:
 
     BasePrecision         this module
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32

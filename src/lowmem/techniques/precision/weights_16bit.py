@@ -53,9 +53,9 @@ class SixteenBitWeights(BasePrecision):
         p.data.copy_(wide)
 
     def new_extra_state(self, p: nn.Parameter) -> ExtraState:
-        """Returns name -> tensor for additional tensors that the device stores with a weight; empty by default. The
-        first call of `extra_state(p)` calls this method. `widen` and `round` of a subclass get the tensors from
-        `extra_state(p)`, and change them in place. The memory meter and checkpoints include these tensors."""
+        """Returns additional tensors, by name, that the device stores with a weight; empty by default. The first call
+        of `extra_state(p)` calls this method. `widen` and `round` of a subclass get the tensors from `extra_state(p)`,
+        and change them in place. The memory meter and checkpoints include these tensors."""
         return {}
 
     def extra_state(self, p: nn.Parameter) -> ExtraState:

@@ -35,8 +35,8 @@ class Streamed(StreamedWeights):
 
     Raises:
         Refused: fewer than two blocks can be streamed; `resident_blocks` leaves fewer than two blocks to stream, or is
-            negative; `slots` is less than 2; `drive_holds` is not in `HOLDS`; there is nothing to store on the drive;
-            or the model has no list of blocks.
+            negative; `slots` is less than 2; `drive_holds` is not in `HOLDS`; with `drive` and drive_holds=state, all
+            streamed weights are frozen, so there is nothing to store on the drive; or the model has no list of blocks.
         OSError: the drive's folder cannot be created or written.
     """
 
@@ -95,8 +95,8 @@ def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
 
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """Returns block -> weights to stream: the weights that only this block uses. If more than half of the bytes of
-    these weights are frozen, only the frozen weights are streamed. The copy of such a block in host memory never
+    """Returns the weights to stream of each block: the weights that only this block uses. If more than half of the
+    bytes of these weights are frozen, only the frozen weights are streamed, so the block's copy in host memory never
     changes."""
     blocks_with = Counter(p for block in stack for p in stored_weights(block))
     inside = {module for block in stack for module in block.modules()}

@@ -71,8 +71,9 @@ READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 class LoRA(Adapter):
     """Adds LoRA to a model in place, and freezes the model's own weights.
 
-    With `path`, the adapter folder decides r, alpha, target and experts; an argument that is not None must agree with
-    the folder. Calling the object always adds an untrained adapter, into which `load` later loads the folder's tensors.
+    With `path`, the adapter folder decides r, alpha, target and experts; if one of these arguments is not None, it must
+    agree with the folder. `dropout` is not read from the folder. Calling the object always adds an untrained adapter,
+    into which `load` later loads the folder's tensors.
 
     Args:
         r: rank; None: 16, or the folder's rank.

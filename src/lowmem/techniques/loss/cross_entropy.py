@@ -147,7 +147,7 @@ class Verified(Callback):
 
     - padded rows do not depend on each other's lengths (`lengths.check_rows`)
     - documents in packed rows do not attend to each other, and do not depend on each other's lengths
-      (`packed_attention.verify`)
+      (`packed_attention.verify`, which also switches to attention with a mask if the model needs a mask)
     - a loss that computes logits itself computes the model's logits (`Loss.verify`; only before training)
     - modules that are computed in slices give the results of the unsliced modules (`Tiles.verify`)
 

@@ -1,12 +1,12 @@
-"""Runs a command from its settings to its results: check -> plan -> train -> report -> export. The command line calls
-`fit`, and a notebook can call it, too:
+"""Runs a command from its settings to its results. A command that trains is checked and planned, trains, reports its
+results, and exports the model. The command line calls `fit`, and a notebook can call it, too:
 
-from pathlib import Path
-from hydra import compose, initialize
-from lowmem.fit import fit
-with initialize(config_path="conf", version_base="1.3"):
-    cfg = compose("config", overrides=["max_steps=20", "logger=csv"])
-summary = fit(cfg, Path("outputs/notebook"))
+    from pathlib import Path
+    from hydra import compose, initialize
+    from lowmem.fit import fit
+    with initialize(config_path="conf", version_base="1.3"):
+        cfg = compose("config", overrides=["max_steps=20", "logger=csv"])
+    summary = fit(cfg, Path("outputs/notebook"))
 """
 
 import logging
@@ -58,7 +58,7 @@ def fit(
         overrides: the overrides that the user typed, for the summary.
 
     Returns:
-        The run's summary, as in summary.json; an empty dictionary if data was only shown.
+        The run's summary, as in summary.json; an empty dictionary if the command only shows data.
 
     Raises:
         Refused: the run cannot work, or is out of memory. The message says why and what to type.
@@ -100,8 +100,8 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
     """Replaces epochs= by max_steps=, with the number of optimizer steps in these epochs.
 
     Returns:
-        The changed command, and the tokenized data, which were opened to count the steps. Without epochs=, and with
-        evaluate= or export=, the unchanged command and None.
+        The changed command, and the tokenized data, which were opened to count the steps. If epochs= is not set, and
+        with evaluate= or export=, returns the unchanged command and None.
     """
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
@@ -114,8 +114,12 @@ def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts |
 
 
 def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Resolves plan= and batch_size=auto, checks the predicted memory, trains, and writes the results. Raises: Refused:
-    no recipe or batch size fits, the run needs more memory than is available, or training has failed."""
+    """Resolves plan= and batch_size=auto, checks the predicted memory, trains, and writes the results.
+
+    Raises:
+        Refused: no recipe or batch size fits; the run is predicted to need more memory than is available; a checkpoint
+            could not be written; or see `_training`.
+    """
     loading.check_architecture(command.run)
     if ranks.rank == 0:
         hints.tell_lr(command.run)
@@ -142,7 +146,8 @@ def _train(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | 
 
 
 def _evaluate(command: Command, task: Task, ranks: OneDevice, texts: build.Texts | None) -> dict:
-    """Evaluates a run, an exported model or an adapter, and writes the results."""
+    """Evaluates a run, an exported model or an adapter, and writes the results. After the missing evaluation of a
+    resumed run, also writes the model."""
     run = command.run if task.saved else with_model(command.run, command.run.evaluate)
     command = _unplanned(replace(command, run=run))
     with _training(command, task, ranks, texts) as training:
@@ -172,8 +177,8 @@ def _show(command: Command, texts: build.Texts | None) -> dict:
 
 
 def _unplanned(command: Command) -> Command:
-    """Checks the architecture, and returns the command with resolved settings. For work without training, which needs
-    no plan."""
+    """Checks the architecture, and returns the command with resolved settings. This function is for work without
+    training, which needs no plan; it replaces batch_size=auto by 1."""
     run = command.run.sized()
     loading.check_architecture(run)
     return replace(command, run=run.resolved())
@@ -193,8 +198,7 @@ def _training(
     Raises:
         OutOfMemory: the run is out of memory, here or inside the `with` block. The message says what to try.
         Refused: see `training_session`.
-        OSError: a file cannot be read or written. If the disk is full, the error names a file, or at least the run
-            folder.
+        OSError: a file cannot be read or written. If the disk is full, the error names a file or the run folder.
     """
     run = command.run
     try:

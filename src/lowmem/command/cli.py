@@ -6,9 +6,10 @@ The steps of a command:
 - `start` converts the command line (`prepare`) and calls Hydra's main function.
 - Hydra composes the config and calls the callbacks of conf/config.yaml: `TypedWins` (`typed_lines.py`), `Settle` here,
   and `Claim` (`folder_lock.py`), which locks the run's folder. Hydra calls `Report` (`sweep.py`) after a sweep.
-- Hydra writes its files and calls the job, `run` or `plan`. With several devices, `run` starts the ranks (`launch.py`).
-  Each rank is a process that goes through these steps, too.
-- `_guarded` turns an error of the job into a message. When Hydra has returned, `start` prints these messages and exits.
+- Hydra writes its files and calls the job, `run` or `plan`. With several devices, `run` starts the ranks (`launch.py`),
+  unless torchrun has started them. Each rank is a process that goes through these steps, too.
+- `_guarded` turns an error of the job into a message. When Hydra has returned, `start` prints the messages of all
+  failed jobs and exits.
 
 This module imports nothing heavy at its top, so that `--help` answers in well under a second.
 """
@@ -134,13 +135,14 @@ def _exit(message: str) -> NoReturn:
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """Returns the arguments for Hydra: Hydra's flags, then the overrides of the earlier run or sweep that resume=,
-    evaluate=, export= or sweep.resume= names, unless typed overrides replace them, then the typed overrides. The
-    overrides are quoted for Hydra.
+    """Returns the arguments for Hydra: Hydra's flags, then those overrides of the earlier run named by resume=,
+    evaluate= or export= that no typed override replaces, then the typed overrides. All overrides are quoted for Hydra.
+    sweep.resume= is replaced by the flags and overrides of the earlier sweep. For work of one process (ALONE),
+    strategy= and devices= are left out.
 
     Raises:
-        Refused: the arguments are wrong. (Errors that show only in the composed config are found later, by Hydra and
-            `Settle`.)
+        Refused: an argument is wrong, or an override of the earlier run cannot be used. (Hydra and `Settle` find errors
+            that show only in the composed config.)
     """
     if "COMP_LINE" in os.environ:  # tab completion: the command line typed so far, whose last word may be incomplete
         *words, last = os.environ["COMP_LINE"].split(" ")
@@ -186,12 +188,12 @@ def _resumed_sweep(arguments: list[str]) -> list[str]:
 
 def _resumed_overrides(arguments: list[str]) -> list[str]:
     """Returns the overrides of the run that `resume=`, `evaluate=` or `export=` names, under the current names of their
-    keys. Returns an empty list if no run is named, or if neither the named path nor the two folders above it have a
-    file .hydra/overrides.yaml.
+    keys and choices. Returns an empty list if no run is named, or if neither the named path nor the two folders above
+    it have a file .hydra/overrides.yaml.
 
     Raises:
         Refused: an override can run code and was not typed again (the folder may come from somebody else), or the run
-        cannot be resumed because lowmem no longer has one of its choices (`_refuse_taken_out`).
+            cannot be resumed because lowmem no longer has one of its choices (`_refuse_taken_out`).
     """
     of_a_run = {"resume", "evaluate", "export"}
     lines = [unquoted(line) for line in arguments if key(line) in of_a_run]
@@ -218,8 +220,8 @@ def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None
 
 def _refuse_taken_out(earlier: list[str], arguments: list[str]) -> None:
     """Raises Refused if the command resumes a run with a choice that lowmem no longer has. Two cases are allowed: the
-    choice has a replacement that can read the run's checkpoints, and the command line contains it; or the run is only
-    evaluated or exported."""
+    choice has a replacement that can read the run's checkpoints, and a choice of its group was typed; or the run is
+    only evaluated or exported."""
     resumed = [unquoted(line) for line in arguments if key(line) == "resume"]
     for line in [line for line in earlier if line in spelling.TAKEN_OUT] if resumed else ():
         instead, why, resumes = spelling.TAKEN_OUT[line]
@@ -247,7 +249,8 @@ def _works_alone(run: Run) -> bool:
 class Settle(Callback):
     """The Hydra callback that checks the composed config and stores the resulting `Run`, before anything is written."""
 
-    run: Run | None = None  # None: the job calls `settled`, because an override contains ${hydra:...}
+    # None: the job itself calls `settled`, because ${hydra:...} in an override cannot be resolved before the job starts
+    run: Run | None = None
 
     def on_run_start(self, config: DictConfig, **_) -> None:
         if any("${hydra:" in line for line in OmegaConf.to_container(config.hydra.overrides.task)):
@@ -266,8 +269,8 @@ def run(cfg: DictConfig) -> float:
     In a sweep, this function runs the job in another process (`sweep.job`).
 
     Returns:
-        The validation loss; nan after a failure, for work without a summary, and for a job of a sweep without a
-        validation loss.
+        The validation loss, which a sweeper may minimize. nan after a failure, for work without a summary, and for a
+        job of a sweep without a validation loss. None for a run without a validation loss outside of a sweep.
 
     Raises:
         Ended: a signal has interrupted the run (or the current job of a sweep), which wrote a checkpoint; or has ended
@@ -291,9 +294,9 @@ def run(cfg: DictConfig) -> float:
 
 
 def _fit_or_generate(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str]) -> dict | None:
-    """Trains, evaluates, exports, generates text or shows rows, as the run's keys say. Returns the summary; None after
-    generating, and an empty dictionary after showing rows. If only rank 0 does the work, the other ranks return
-    None."""
+    """Trains, evaluates, exports, generates text or shows rows, as the run's keys say. If this process is a launcher,
+    the ranks do the work. Returns the summary; None after generating, and an empty dictionary after showing rows. If
+    only rank 0 does the work, the other ranks return None."""
     if rank_environment.number() and _works_alone(run):
         return None
     check_places(run)
@@ -347,15 +350,15 @@ def _plan(run: Run, output_dir: Path, choices: dict[str, str], typed: list[str])
 
 
 def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None], cfg: DictConfig) -> dict | None:
-    """Calls a job and returns its result. After a failure, returns None, and `start` prints the error message at the
-    end.
+    """Calls a job and returns its result. After a failure, returns None and adds a message to `_failures`, which
+    `start` prints.
 
     Raises:
         Ended: a signal has ended the job immediately.
     """
     hydra = HydraConfig.get()
     output_dir = Path(hydra.runtime.output_dir)
-    # interpolations are kept, because composing a config from these overrides resolves them
+    # unresolved interpolations stay in the overrides; composing a config from the overrides resolves them
     overrides = OmegaConf.to_container(hydra.overrides.task)
     debug, places = False, [str(output_dir)]
     try:

@@ -5,8 +5,8 @@ Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback t
 files, locks the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. The folder
 stays locked until the command exits, so that a run cannot be resumed while it is in progress.
 
-With several ranks, only one process locks the folder: the launcher, or rank 0 if torchrun has started the ranks. The
-process that has locked the folder tells the other ranks its name.
+With several ranks, only one process locks the folder: the launcher, or rank 0 if torchrun has started the ranks. This
+process tells the other ranks the path of the folder.
 """
 
 import os
@@ -50,7 +50,7 @@ class Claimed:
     Args:
         lock: file descriptor of the open folder, on which the lock is taken.
         created: the folders that this command created, the innermost first.
-        overwritten: the content of files that Hydra overwrites.
+        overwritten: file -> its content before the command, for files that Hydra or a rank overwrites.
         other_files: path relative to the folder -> modification time in ns, for files that Hydra does not write; None
             for a job of a sweep, whose folder is not restored.
     """
@@ -101,7 +101,8 @@ class Claim(Callback):
     with a message, since Hydra would turn an exception into a warning.
 
     Args:
-        host: name of the machine on which the locking process runs; written to .hydra/hydra.yaml.
+        host: null in conf/config.yaml, and not used. `on_run_start` sets this key of the config to the name of this
+            machine, so that Hydra writes the name to .hydra/hydra.yaml, where `report/folders.py` reads it.
     """
 
     now: Claimed | None = None  # the folder that this process has claimed
@@ -192,8 +193,8 @@ def _agreed(claimed: Path | None) -> Path:
 
 
 def release() -> None:
-    """Releases the claimed folder when a command ends, restores it if only Hydra has written to it, and resets the
-    config that the callbacks have given to Hydra."""
+    """Releases the claimed folder when a command ends, restores the folder if only Hydra has written to it, and removes
+    the config that `Claim` has set in Hydra."""
     HydraConfig.instance().cfg = None
     if Claim.now is not None:
         Claim.now.give_back()
@@ -213,8 +214,8 @@ def _claimed(key: str, folder: Path, typed: bool, goes_on: Callable[[], bool]) -
 
     Args:
         key: the key that names the folder, for messages.
-        typed: True: claim exactly this folder, which the user typed; False: claim a new folder, if necessary with a
-            number appended to its name (`_new`).
+        typed: True: claim exactly this folder, because the user typed it, or exports the run in it; False: claim a new
+            folder, if necessary with a number appended to its name (`_new`).
         goes_on: returns True if the command may write to a folder that already contains a run.
     """
     try:
@@ -247,7 +248,7 @@ def _this(folder: Path, key: str, goes_on: Callable[[], bool]) -> Claimed:
     """Locks exactly this folder, and creates it if it is missing.
 
     Raises:
-        Refused: another run is in the folder or still writes to it.
+        Refused: another command has locked the folder, or has left files in it and `goes_on` returns False.
     """
     created = _not_there(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -299,6 +300,7 @@ def _goes_on(folder: Path, plans: bool, works_on: Mapping[str, str | None]) -> b
     may write if `resume=` is auto, or names the folder or a path in it.
 
     Args:
+        folder: the folder.
         plans: whether the command is plan.py.
         works_on: the values of evaluate, export and resume.
     """

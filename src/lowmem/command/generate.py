@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def generate(run: Run) -> str:
-    """Returns the continuation of `prompt`, or for `sample_prompts` one line of JSON per prompt, with the keys prompt
-    and text. If the tokenizer has a chat template, a text prompt becomes the message of a user.
+    """Returns the continuation of `prompt`. For `sample_prompts`, returns one line of JSON per prompt, with the keys
+    prompt and text. If the tokenizer has a chat template, a text prompt becomes the message of a user.
 
     Raises:
         Refused: the folder has no model, or its model cannot be read; the adapter does not name its base model; or a
@@ -57,8 +57,8 @@ def _continued(
 ) -> list[str]:
     """Returns the continuation of each prompt. Sampling starts from the same seed for every prompt, so a continuation
     does not depend on the other prompts. With streamed weights, each copy of a block to the device serves up to
-    `batch_size` prompts, unless weights.order=by_micro_batch is typed. Args: each: token ids of the prompts, (1, T)
-    each."""
+    `batch_size` prompts (1 with batch_size=auto), or a single prompt with weights.order=by_micro_batch. Args: each:
+    token ids of the prompts, (1, T) each."""
     device = torch.device(run.runs_on)
     # order=auto depends on gradient checkpointing, which does not matter without a backward pass
     chosen = run.order is not None and run.weights.arguments["order"] != "auto"

@@ -1,8 +1,8 @@
-"""Builds the text of `--help`: each group and key with its comment in conf/ and its current value.
+"""Builds the text of `--help`: groups and keys with their comments in conf/ and their current values.
 
-The text consists of comments of the yaml files, so that a key is documented in one place. `hydra.help.template` in
-conf/config.yaml refers to the text, and Hydra prints it. This module imports nothing heavy, so that `--help` answers in
-well under a second.
+The descriptions are the comments of the yaml files, so that a key is documented in one place. `hydra.help.template` in
+conf/config.yaml refers to the text, and Hydra prints the text. This module imports nothing heavy, so that `--help`
+answers in well under a second.
 """
 
 import re
@@ -22,6 +22,7 @@ def text(cfg: DictConfig, conf: Path) -> str:
 
     Args:
         cfg: the composed config, including Hydra's section.
+        conf: the folder of the yaml files.
     """
     keys = comments(conf / f"{cfg.hydra.job.config_name}.yaml") | comments(conf / "config.yaml")
     choices = {key.removeprefix("defaults."): None for key in keys if key.startswith("defaults.")}
@@ -73,7 +74,8 @@ def _group(folder: Path, choice: str | None, comment: str) -> Iterator[str]:
 
 def _keys_of(typed: Callable[[str], str], shown: set[str], group: str, file: Path) -> Iterator[str]:
     """Yields lines for the keys of a choice that are not in `shown`, and adds these keys to `shown`. A key with a
-    comment gets an entry; the keys without a comment are listed after the entries."""
+    comment gets an entry. The keys without a comment are listed after the entries, except sections and keys that begin
+    with an underscore."""
     prefix, others = "" if "# @package _global_" in file.read_text(encoding="utf-8") else f"{group}.", []
     new = {prefix + key: comment for key, comment in comments(file).items() if prefix + key not in shown}
     for key, comment in new.items():
@@ -86,7 +88,8 @@ def _keys_of(typed: Callable[[str], str], shown: set[str], group: str, file: Pat
 
 
 def _typed(cfg: DictConfig, key: str) -> str:
-    """Returns a key as a user types it: `clip=null`. A section is shown as `trainer.`, and a removed key as `~clip`."""
+    """Returns `key=value` with the current value, as a user types it: `clip=null`. A section is shown as `trainer.`, a
+    key without a value as `model.name=???`, and a removed key as `~clip`."""
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else cfg
     if not isinstance(node, DictConfig):

@@ -1,5 +1,5 @@
-"""Starts the ranks of a run on this machine, and watches them until they end. Each rank is a process that runs the
-typed command on one device.
+"""Starts the ranks of a run on this machine, and watches them until they end. A rank is a process that runs the typed
+command on one device.
 
 With several devices, the process of the typed command is only a launcher, which does not import torch. The launcher
 locks the run's folder, starts the ranks, and forwards signals to them. If a rank fails, the launcher ends the other
@@ -62,13 +62,13 @@ class Rank:
     Args:
         number: number of the rank, from 0.
         reports: file descriptor of the pipe from which the launcher reads the rank's report.
-        log: the file with the rank's output; for rank 0 train.log.
+        log: the file with the rank's output; for rank 0 train.log, which has only the log messages.
         last_stderr: the last WORDS bytes that rank 0 wrote to stderr, which no file contains; empty for other ranks.
         reader: the launcher's thread that reads the stderr of rank 0; None for other ranks.
         code: exit code of the process (negative for a signal); None while the process runs.
         at: time.monotonic() at which the launcher first saw the report or the end of the process; 0: not yet.
-        ended_by_us: True: the launcher has sent this rank SIGTERM or SIGKILL because another rank had failed, or
-            SIGKILL after a second signal.
+        ended_by_us: True: this rank had not failed, and the launcher has sent it SIGTERM or SIGKILL because another
+            rank had failed, or SIGKILL after a second signal.
         report: the rank's report (`rank_environment.report`); empty without a report.
     """
 
@@ -149,9 +149,9 @@ def run(folder: Path, typed: Sequence[str], size: int) -> signal.Signals | None:
         The signal after which the ranks wrote a checkpoint and ended; None if all ranks are done.
 
     Raises:
-        RankEnded: a rank has failed. See `_error_message`, which may also write failed.txt. NotPublished: the run is
-        complete, but `push=` or `export_format=` failed. Ended: a signal has ended at least one rank immediately,
-        without a checkpoint.
+        RankEnded: a rank has failed. See `_error_message`, which may also write failed.txt.
+        NotPublished: the run is complete, but `push=` or `export_format=` failed.
+        Ended: a signal has ended at least one rank immediately, without a checkpoint.
     """
     with _started(folder, typed, size) as ranks:
         sent = _watched(ranks)
@@ -272,8 +272,8 @@ def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
 
 
 def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
-    """Sends a signal to running ranks, except to ranks that have failed less than LEAVES seconds ago, because they may
-    still be exiting. Args: at_once: True: also send it to the ranks that may be exiting."""
+    """Sends a signal to running ranks, except to ranks that have failed less than LEAVES seconds ago, because these
+    ranks may still be exiting. Args: at_once: True: send the signal to these ranks, too."""
     for rank in running:
         if rank.bad and not at_once and time.monotonic() < rank.at + LEAVES:
             continue
@@ -282,9 +282,9 @@ def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
 
 
 def _error_message(rank: Rank, ranks: Sequence[Rank], folder: Path) -> str:
-    """Returns the error message for the rank that ended the run. If all ranks reported the same error, returns this
-    error, which then names no rank. Otherwise, if the rank sent no report or its report is a traceback, also writes the
-    message to failed.txt."""
+    """Returns the error message for the rank whose failure ended the run. If all ranks reported the same error, returns
+    this error without the number of a rank. Otherwise, if the rank sent no report or its report is a traceback, also
+    writes the message to failed.txt."""
     reported = rank.report.get("said")
     if reported and all(other.report.get("said") == reported for other in ranks):
         return reported

@@ -3,8 +3,8 @@
 Hydra's basic launcher runs all jobs in one process, so memory that one job leaks would be missing for the next job, and
 a crash would end the whole sweep. So `job`, which `cli.run` calls for each job that Hydra launches, starts `python
 train.py <overrides of the job>` and waits for this process. This works with any launcher and sweeper that calls
-`cli.run` once per job. Other launchers alone do not solve the problem: joblib reuses its workers, and submitit starts
-all local jobs at once and hides the results of other jobs after the first failure.
+`cli.run` once per job. Another launcher of Hydra does not make this unnecessary: joblib reuses its workers, and
+submitit starts all local jobs at once and hides the results of other jobs after the first failure.
 """
 
 import os
@@ -45,10 +45,12 @@ def running(main: Callable) -> Iterator[None]:
 
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
-    """Runs a job in its own process, prints a line about its result, and returns its folder with the result. A job that
-    is already complete in this folder, with the same overrides, is not run again.
+    """Runs a job in its own process, prints a line about its result, and returns its folder with the result. If the
+    folder already contains a complete job with the same overrides, the job is not run again.
 
     Args:
+        folder: the folder of the job.
+        number: number of the job in the sweep, from 0, for messages.
         typed: the overrides of the job, quoted for Hydra.
 
     Raises:
@@ -85,8 +87,8 @@ def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
 
 
 def _run(command: list[str], folder: Path) -> tuple[int, str, signal.Signals | None]:
-    """Runs a command and returns its exit code (negative for a signal), its stderr, and the signal that this process
-    received meanwhile (None: no signal)."""
+    """Runs a command and returns its exit code (negative for a signal), its stderr, and the last signal that the sweep
+    received meanwhile and passed on to the command (None: no signal)."""
     log, passed_on = folder / LOG, None
     _write(log, "")
     streams = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
@@ -115,9 +117,9 @@ def _write(file: Path, text: str, mode: str = "w") -> None:
 
 
 def reason(code: int, stderr: str) -> str:
-    """Returns a message that says why a job or a rank failed. The message names the signal that ended the process, or
-    the missing summary after exit code 0. For other exit codes it is the last line of `stderr`, or names the exit code
-    if `stderr` is empty. Args: code: exit code; negative, or above 128, for a signal."""
+    """Returns a message that says why a job or a rank failed. The message names the signal that ended the process.
+    After exit code 0, it says that the summary is missing. For other exit codes, it is the last line of `stderr`, or
+    names the exit code if `stderr` is blank. Args: code: exit code; negative, or above 128, for a signal."""
     if code > 128:
         return f"ended by {signal.Signals(code - 128).name}"
     if code == 0:

@@ -1,8 +1,9 @@
-"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Errors of one kind are
-reported together, one per line: first keys without a value, then wrong types, wrong ranges and unknown keys, and later
-refused combinations.
+"""Checks a run at its start, before anything heavy is built, and refuses a run that cannot work. Errors of these kinds
+are reported together, one per line: keys without a value; wrong types, wrong ranges and unknown keys; classes that
+cannot be imported and arguments that a class does not accept; refused combinations, callbacks and metric=. Of all other
+errors, only the first one is reported.
 
-    settled         first, in train.py and plan.py: checks values; torch is not imported yet
+    settled         first: checks values; in train.py and plan.py torch is not imported yet
     check_places    next, in train.py only: checks files and folders; torch is not imported yet
     check           at the start of `fit` and of a plan: checks combinations, and imports the classes that a yaml names
 
@@ -41,9 +42,8 @@ def settled(cfg: Config) -> Run:
     """Returns the checked run of a composed config. A `Run` is returned unchanged.
 
     Raises:
-        Refused: an interpolation is invalid; keys have no value (all of these keys are reported together); values have
-            a wrong type or range, or keys are unknown (all of these errors are reported together); or values contradict
-            each other.
+        Refused: an interpolation is invalid; keys have no value; values have a wrong type or range, or keys are
+            unknown; or `check_values` refuses the run.
     """
     if isinstance(cfg, Run):
         return cfg
@@ -74,7 +74,8 @@ def _errors(cfg: DictConfig) -> list[str]:
 
 
 def check(run: Run, choices: Mapping[str, str]) -> None:
-    """Checks a run that `settled` has returned: keys, combinations of techniques, callbacks, the metric and the device.
+    """Checks a run that `settled` has returned: arguments of classes, combinations of techniques, callbacks, the metric
+    and the device.
 
     Args:
         choices: group -> chosen yaml, to name the file in an error.
@@ -90,7 +91,7 @@ def check(run: Run, choices: Mapping[str, str]) -> None:
 
 
 def check_values(run: Run) -> None:
-    """Checks combinations of values, whose types and ranges `schema.py` has checked.
+    """Checks combinations of values. `schema.py` has already checked their types and ranges.
 
     Raises:
         Refused: values contradict each other, a needed key is missing, or the package gguf is needed but not installed.
@@ -147,12 +148,13 @@ def _check_data(run: Run) -> None:
 
 
 def check_places(run: Run) -> None:
-    """Checks the files, folders and encodings that keys name, before torch is imported. The code that reads the files
-    checks again.
+    """Checks the files and folders that keys name, and keys of data= and weights=, before torch is imported. The code
+    that uses these keys checks them again.
 
     Raises:
         Refused: a named run, file or folder does not exist; data.encoding or data.on_error has an unknown value;
-        weights.drive is in host memory or not writable; or keys of data= or weights= contradict each other.
+            weights.drive is in host memory or not writable; keys of data= or weights= contradict each other; or
+            data.rated was typed.
     """
     for key in OF_A_RUN:
         if (
@@ -205,6 +207,10 @@ def _check_texts(section: str, data: Mapping) -> None:
 
     Args:
         section: key of the source, `data` or `data.parts.<name>`.
+        data: the arguments of the source, and its `_target_`.
+
+    Raises:
+        Refused: see `check_places`.
     """
     if not data.get("_target_", "lowmem.").startswith("lowmem."):  # the mixture itself refuses a part without a class
         return
@@ -261,7 +267,7 @@ def _is_count(value: object) -> bool:
 
 def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
     """Yields a message for each `_target_` that cannot be imported, for each key that the class or function of a
-    `_target_` does not accept, and for each switch whose value is not true or false."""
+    `_target_` does not accept, and for each value that is not true or false although the argument's default is."""
     for path, node in targets(run.as_dict()):
         group = next((key for key in reversed(path) if key in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
@@ -287,9 +293,9 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def moved(target: str) -> str:
-    """Returns advice for a `_target_` of a user's own yaml that cannot be imported. If lowmem has moved the class or
-    function, conf/ has a `_target_` with the same last name, and the advice is to type that `_target_`. Otherwise the
-    advice is an empty string."""
+    """Returns advice for a `_target_` that cannot be imported. If a `_target_` of lowmem ends in the same name as a
+    `_target_` in conf/, lowmem has moved the class or function, and the advice is to type the `_target_` in conf/.
+    Otherwise the advice is an empty string."""
     *path, name = target.split(".")
     shipped = {known for file in CONF.rglob("*.yaml") for known in TARGET.findall(file.read_text(encoding="utf-8"))}
     same = [known for known in sorted(shipped) if path[:1] == ["lowmem"] and known.endswith(f".{name}")]
@@ -299,8 +305,8 @@ def moved(target: str) -> str:
 
 
 def _savers(run: Run) -> Iterator[str]:
-    """Yields a message for each callback that would save its own checkpoints. Such checkpoints would be saved between
-    the micro-batches of a window, and would not be verified."""
+    """Yields a message for each callback that would save its own checkpoints. Unlike `Checkpoints.save`, such a
+    callback does not wait for the host's updates, and does not check that all weights are finite."""
     from lightning.pytorch.callbacks import Checkpoint
 
     for path, node in targets({name: node.plain() for name, node in run.callbacks.items()}, ("callbacks",)):

@@ -2,7 +2,7 @@
 depends on the name of a technique.
 
 Each technique has a file conf/<group>/<name>.yaml, which may list properties under `declares`. Further properties of
-precisions, losses, adapters and strategies follow from the code of their classes. These properties are class
+precisions, weights, losses, adapters and strategies follow from the code of their classes. These properties are class
 attributes, and are read through `Run`, as in `run.loss_class.head_in_tiles`.
 
 The docstrings of a base class say who calls which method, with which shapes and dtypes. A base class has defaults for
@@ -35,9 +35,9 @@ from pydantic import BaseModel
 from lowmem.config.typed_lines import CONF
 from lowmem.system.errors import Refused
 
-# Groups in which the planner tries several choices. The planner keeps every choice that the user typed, except in
-# groups of CHANGEABLE that are listed in may_change=.
-CHANGEABLE = ("precision", "optim")  # groups whose choices change the result of training
+# Groups in which the planner tries several choices, unless `Typed.keeps` (`plan/search/candidates.py`) tells it to keep
+# the choice of the typed run.
+CHANGEABLE = ("precision", "optim")  # groups whose choices change the result of training; see may_change=
 COMPUTED = ("gradient_checkpointing", "loss")  # groups whose choices compute equal results up to rounding
 PLACED = "weights"  # the group that decides where weights are stored while they are not used
 SHARED = "strategy"  # the group that decides how several devices share one run
@@ -49,8 +49,8 @@ class Technique:
     group.
 
     Any group:
-        saves: category of bytes -> upper bound on the share of the default run's bytes that the technique leaves; empty
-            if the technique saves nothing.
+        saves: category of bytes on the device -> upper bound on the share that remains of the default run's bytes;
+            empty if the technique saves nothing.
         tried: the planner may choose the technique without being asked, because the technique works with the typed lr
             and keeps the quality of updates.
         advised: the technique of its group that error messages recommend when memory runs out.
@@ -63,10 +63,10 @@ class Technique:
         on_host: name of the optimizer that the planner chooses in place of this one to update masters in host memory;
             it has the same kind of state. None: this optimizer.
         pages: a paged optimizer, whose state moves to host memory automatically when the card is full.
-        steps_by: None: the step uses custom kernels, which cannot be traced. Otherwise the step consists of torch
-            operators, which also run on tensors without memory. "element": each element is updated independently of
-            other elements. "matrix": the update of an element depends on its full matrix, so a shard of the matrix
-            would get a different update.
+        steps_by: "element": each element is updated independently of other elements. "matrix": the update of an
+            element depends on its full matrix, so a shard of the matrix would get a different update. In both cases the
+            step consists of torch operators, which also run on tensors without memory. None: the step uses custom
+            kernels, which cannot be traced.
         cpu_factor: time of the update on a CPU, divided by the time in which memory bandwidth alone would allow it.
     gradient_checkpointing:
         joins_blocks: several blocks are recomputed together.

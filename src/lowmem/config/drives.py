@@ -1,5 +1,5 @@
 """Describes the drive of a run or a plan by a folder on the drive and the number of free bytes. With weights.drive=,
-the drive stores masters and optimizer state.
+the drive stores masters and optimizer state, and with weights.drive_holds=all also the 16-bit weights of blocks.
 
 plan.py's `drive=` is either a folder on this machine, in which case the free space of its drive is used, or the size of
 a planned drive. Drives are sold by decimal sizes, so a size may also end in GB (10**9 bytes) or TB. This module does

@@ -19,7 +19,8 @@ class Refusal(NamedTuple):
 
     Args:
         applies: returns True for a run that is to be refused.
-        says: the message: what was asked for, why it cannot work, and what to type instead.
+        says: the message: what was asked for, why it cannot work, and what to type instead. `refused` fills in its
+            {placeholders}.
     """
 
     applies: Callable[[Run], bool]

@@ -4,7 +4,8 @@ how an error message describes a valid value. `check.py` checks the composed con
 
 The yaml of a technique needs no entry here: its values show the types of its arguments, and `ARGUMENTS` adds ranges for
 names that have the same meaning in all classes of `PACKAGES`. For classes of other packages, `check.py` checks the
-names of arguments, but their values are checked only if they are interpolations. This module imports nothing heavy.
+names of arguments, and this module checks only the values of arguments that the yaml interpolates, such as ${lr}. This
+module imports nothing heavy.
 """
 
 import re
@@ -115,8 +116,8 @@ class Section(BaseModel):
 
 
 class Node(BaseModel):
-    """A node with a `_target_`: the class or function to call, and its arguments. The function `arguments` of this
-    module returns a schema with the types of the arguments."""
+    """A node with a `_target_`: the class or function to call, and its arguments. This schema accepts any arguments;
+    the function `arguments` of this module returns the schema that checks them."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     target: Text = Field(alias="_target_")
@@ -127,7 +128,8 @@ class Node(BaseModel):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of the node's class."""
+        """Returns the arguments of the node's class or function (with an optimizer also the key `embedding_bits`, which
+        is lowmem's own). Keys that are fields of this schema or of a subclass are not included."""
         return {key: value for key, value in self.model_extra.items() if not key.startswith("_") and key != "declares"}
 
 
@@ -275,8 +277,8 @@ class PlanKeys(Keys):
 # Packages of the shipped yamls. In other packages, names such as `path`, `target` or `alpha` may have a different
 # meaning.
 PACKAGES = ("lowmem", "torch", "torchao", "bitsandbytes", "lightning", "hydra_plugins")
-# Types of arguments by name. Any other argument has the type of its value in the yaml, where an integer stands for any
-# integer of at least 1.
+# Types of arguments by name. Any other argument has the type of its value in the yaml (`_kind`), where an integer
+# stands for any integer of at least 1.
 ARGUMENTS: dict[str, Any] = {
     "lr": Lr,
     "betas": _words(
@@ -349,7 +351,8 @@ OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 
 
 def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Returns a message for every wrong or missing value and for every unknown key.
+    """Returns a message for every wrong or missing value and for every unknown key. The message about a value
+    that an interpolation copies is left out if there are messages about other keys.
 
     Args:
         values: the resolved config.
@@ -358,16 +361,17 @@ def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], b
     sentences = [*_sentences(PlanKeys if "gpu" in values else Keys, values)]
     for path, node in _nodes(values):
         sentences += _sentences(arguments(_identity(node)), node, path)
-    # report a wrong value where it was typed, and not where an interpolation copies it
+    # report a wrong value under the key that was typed, and not under the keys to which interpolations copy it
     typed = [sentence for path, sentence in sentences if not is_taken_over(path)]
     return list(dict.fromkeys(typed or [sentence for _, sentence in sentences]))
 
 
 @cache
 def arguments(identity: str) -> type[BaseModel]:
-    """Returns the schema of a node with this `_target_`, or of an architecture with this `model_type`. If no yaml of
-    conf/ has this `_target_` or `model_type`, the schema is empty. For classes of other packages, the schema contains
-    only interpolated arguments, such as ${lr}. A key that all yamls with this `_target_` set is required."""
+    """Returns the schema of a node whose `_target_` is `identity`, or of an architecture whose `model_type` is
+    `identity`. If no yaml of conf/ contains `identity`, the schema is empty. For classes outside PACKAGES, the schema
+    contains only arguments that the yaml interpolates, such as ${lr}. An argument of this schema that all yamls with
+    this `_target_` set is required."""
     contents = (parsed(text) for text in _texts() if identity in text)
     nodes = [node for content in contents for _, node in _nodes(content) if _identity(node) == identity]
     values = {key: value for node in reversed(nodes) for key, value in node.items()}
@@ -380,7 +384,7 @@ def arguments(identity: str) -> type[BaseModel]:
 
 @cache
 def _texts() -> tuple[str, ...]:
-    """Returns the text of every yaml of conf/, read once, since each `_target_` is searched for in all files."""
+    """Returns the text of every yaml of conf/. Cached, because `arguments` searches all files for each `_target_`."""
     return tuple(file.read_text(encoding="utf-8") for file in sorted(CONF.rglob("*.yaml")))
 
 
@@ -395,7 +399,8 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 
 def _kind(key: str, default: object) -> Any:
     """Returns the type of an argument: from its name if ARGUMENTS lists the name, or else from its value in the yaml.
-    An unlisted argument that is null or ??? in the yaml may have any type."""
+    An unlisted argument whose value is ${<key>} has the type of this key; if its value is null or ???, it may have any
+    type."""
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
@@ -408,7 +413,7 @@ def _kind(key: str, default: object) -> Any:
 
 
 def _or_null(kind: Any) -> Any:
-    """Returns the given type, extended by null. For arguments that are null in the yaml."""
+    """Returns the given type, extended by null if necessary. Used for arguments that are null in the yaml."""
     words = next(constraint.description for constraint in kind.__metadata__ if getattr(constraint, "description", None))
     return kind if words.endswith("null") else _words(f"{words}, or null", kind | None)
 
@@ -427,8 +432,8 @@ def _identity(node: Mapping) -> object:
 
 
 def _sentences(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, str]]:
-    """Yields (path, sentence) for each of the `values` that does not match the schema. Args: above: the path of
-    `values` in the config."""
+    """Yields (path, sentence) for each error of the `values`: a wrong or missing value, or an unknown key. Args: above:
+    the path of `values` in the config."""
     try:
         schema.model_validate(values)
     except ValidationError as refusal:
@@ -443,8 +448,11 @@ def _sentence(
     """Converts an error of pydantic to (path, sentence).
 
     Args:
+        kind: pydantic's type of the error.
         place: pydantic's location of the error, which may end in the name of a member of a union.
-        above: the path of `values`.
+        values: the values that pydantic has checked.
+        wordings: path of a field -> description of valid values (`_wordings`).
+        above: the path of `values` in the config.
     """
     if kind == "missing":
         key = ".".join(map(str, above + place))

@@ -28,7 +28,7 @@ ORDERS = ("auto", "by_layer", "by_micro_batch")  # values of weights.order
 
 
 class Run(schema.Keys):
-    """All settings of a run. A run is immutable: `knowing` and `replacing` return a new run."""
+    """All settings of a run. A `Run` is immutable: `knowing` and `replacing` return a new `Run`."""
 
     output_dir: str | None = None  # the folder of the results; None until `fit` sets it
     device: str  # `Keys` allows auto, cpu and cuda; tests also use meta
@@ -94,7 +94,7 @@ class Run(schema.Keys):
 
     @cached_property
     def limit(self) -> int | None:
-        """Returns the bytes that tensors on the device may use; None without memory.limit."""
+        """Returns memory.limit in bytes; None: no limit. `memory/cap.py` says which memory the limit includes."""
         return cap.parse_bytes(self.memory.limit)
 
     @property
@@ -123,20 +123,20 @@ class Run(schema.Keys):
 
     @property
     def loss_class(self) -> type:
-        """Returns the class of the loss, or `Loss` if the `_target_` is not a subclass of `Loss`, such as a
-        function."""
+        """Returns the class of the loss. If the `_target_` is not a subclass of `Loss`, for example a function, returns
+        `Loss`."""
         return _class_of(self.loss, "lowmem.techniques.loss.cross_entropy.Loss")
 
     @property
     def adapter_class(self) -> type:
-        """Returns the class of the adapter, or `Adapter` if the `_target_` is not a subclass of `Adapter`, such as a
-        function."""
+        """Returns the class of the adapter. If the `_target_` is not a subclass of `Adapter`, for example a function,
+        returns `Adapter`."""
         return _class_of(self.adapter, "lowmem.techniques.adapter.contract.Adapter")
 
     @property
     def exports_adapter(self) -> bool:
-        """Returns whether an export contains only the adapter. Otherwise it contains the full model. A base model with
-        random initial weights is always exported, because no other place has its weights."""
+        """Returns whether an export contains only the adapter, and not the full model. A base model with random initial
+        weights is always exported with its adapter, because no other place has its weights."""
         return self.adapter_class.freezes_base and self.model.pretrained and not self.merge
 
     # --- several devices ----------------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ class Run(schema.Keys):
 
     @property
     def several(self) -> bool:
-        """Returns whether there may be several processes, one per device. This is read from the declared properties,
-        because importing the class of the strategy imports torch."""
+        """Returns whether there may be several processes, one per device. This property reads what the strategy
+        declares, because importing the class of the strategy imports torch."""
         return not self.technique("strategy").one_process
 
     @property
@@ -182,8 +182,7 @@ class Run(schema.Keys):
 
     @cached_property
     def windows(self) -> WindowSize | None:
-        """Returns the number of micro-batches of each window, or None if batch_size=auto and the search has not found a
-        batch size yet."""
+        """Returns the number of micro-batches of each window, or None while batch_size is still auto."""
         if self.batch_size == "auto":
             return None
         shared = {"devices": self.data_ranks} if self.accumulation.arguments.get("devices") == 1 else {}
@@ -191,8 +190,7 @@ class Run(schema.Keys):
 
     @property
     def accumulates(self) -> bool:
-        """Returns whether a window may have several micro-batches. True if the batch size is not known yet
-        (batch_size=auto)."""
+        """Returns whether a window may have several micro-batches. True while batch_size is still auto."""
         return self.windows is None or self.windows.largest > 1
 
     @property
@@ -204,8 +202,9 @@ class Run(schema.Keys):
     @property
     def early(self) -> bool:
         """Returns whether the host updates each weight, or its master, already during the backward pass: as soon as
-        host memory has the gradient of the window's last micro-batch. False with precision.early_step=false. Also False
-        with norm clipping (clip=) or a loss scale, because these need all gradients before the first update."""
+        host memory has the gradient of the window's last micro-batch. False if the optimizer runs on the device, and
+        with precision.early_step=false. Also False with norm clipping (clip=) or a loss scale, because these need all
+        gradients before the first update."""
         early = self.precision.arguments.get("early_step", True)  # the classes of precisions have the same default
         return self.masters and early and self.clip is None and not self.scales_loss
 
@@ -291,12 +290,12 @@ class Run(schema.Keys):
 
     @property
     def order(self) -> str | None:
-        """Returns the order in which the micro-batches of a window pass through streamed blocks; None if weights are
-        not streamed. With by_layer, the block inputs of all micro-batches exist at the same time, so weights.order=auto
-        selects by_layer only if block inputs are offloaded to the host.
+        """Returns the order in which the micro-batches of a window pass through streamed blocks, by_layer or
+        by_micro_batch; None if weights are not streamed. With by_layer, the block inputs of all micro-batches exist at
+        the same time, so weights.order=auto selects by_layer only if block inputs are offloaded to the host.
 
         Raises:
-            Refused: an unknown order.
+            Refused: `weights.order` is not in ORDERS.
         """
         order = self.weights.arguments.get("order")
         if order not in (None, *ORDERS):
@@ -318,7 +317,7 @@ class Run(schema.Keys):
 
 
 class PlanRun(Run, schema.PlanKeys):
-    """All settings of plan.py: a run, and the card and the host for which the run is planned."""
+    """All settings of plan.py: a run, the machine for which the run is planned, and the search for recipes."""
 
 
 # What `fit` and `plan` accept: a run, or a composed config, for example from a notebook.
@@ -345,7 +344,7 @@ class Command:
     Args:
         run: the settings.
         folder: folder of the results.
-        choices: group -> chosen yaml, for messages.
+        choices: group -> chosen yaml, for messages and results.
         typed: the typed overrides, for the summary; empty if a notebook passes none to `fit`.
         lines: the typed overrides as `fit` changes them, such as max_steps= in place of epochs=. The planner composes
             recipes from these lines.

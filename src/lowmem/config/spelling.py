@@ -99,7 +99,8 @@ RENAMED = {
     "master.early_step": "precision.early_step",
     "trainer.plugins.precision.": "precision.",
 }
-LEFT_OUT = {  # removed key -> why; also dropped from the overrides of a run that is resumed
+# removed key -> the reason; also dropped from the overrides of an earlier run that is resumed, evaluated or exported
+LEFT_OUT = {
     "master.skips_in_a_row": "one rule counts steps that are not finite, for all precisions",
     "weights.steps_in": "precision=bf16-sr runs its optimizer where the weights are",
     "weights_dtype": "precision= also chooses the dtype of the weights",
@@ -179,7 +180,7 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
     try:
         return next(_unknown(lines, name))
     except (StopIteration, HydraException):
-        pass  # all keys exist, so the error has another cause
+        pass  # all keys exist, or the config cannot be composed at all: `error` has another cause
     if isinstance(error, OverrideParseException):
         return _unreadable(unquoted(error.override))
     if isinstance(error, MissingConfigException) and error.options:  # a group of Hydra's own, such as hydra/launcher
@@ -209,9 +210,9 @@ def no_such_key(line: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the dotted key of `known` that was probably meant. The last component of this key is similar to the last
-    component of `word`, or equal. Returns None if no known key is similar. Hydra's own keys are suggested only if
-    `word` begins with "hydra."."""
+    """Returns the dotted key of `known` that was probably meant: a key whose last component is equal or similar to the
+    last component of `word`. Returns None if there is no such key. Hydra's own keys are suggested only if `word` begins
+    with "hydra."."""
     ours = (name for name in known if word.startswith("hydra.") or not name.startswith("hydra."))
     names = sorted(ours, key=lambda name: (name.count("."), name))
     parent, _, last = word.rpartition(".")
@@ -348,8 +349,8 @@ def _of_place(group: str, place: str) -> str:
 
 
 def _no_such_argument(line: str, known: Iterable[str]) -> str:
-    """Returns the message for an argument that the yaml of an architecture does not list. The architecture may still
-    have this argument, since a yaml need not list all arguments."""
+    """Returns the message for a key below model.architecture that the yaml of the model does not list. The architecture
+    may still have this argument, since a yaml need not list all arguments."""
     existing = [name for name in known if name.startswith(ARCHITECTURE)]
     if existing and get_close_matches(_last(key(line)), map(_last, existing), 1, NEAR):
         return no_such_key(line, existing)

@@ -31,10 +31,10 @@ TEXTS = (*UNSPLIT, *PLACES, *FIELDS, "data.pattern", "logger.wandb.project", "lo
 NAMED = ("data.val_path",)  # keys whose value is a single path, or a mapping of names to paths
 MAPPING = re.compile(r"\{\s*[\w.-]+\s*:.*\}")
 # Pairs of alternative keys. Typing both is refused. If one is typed and a yaml sets the other, the first key of the
-# pair wins (but see `in_place_of`). When a run is resumed, typing one key of a pair replaces both keys of the earlier
-# run.
+# pair wins (but see `in_place_of`). If the command names an earlier run (resume=, evaluate=, export=), typing one key
+# of a pair replaces both keys of that run.
 EITHER = (("epochs", "max_steps"), ("scheduler.warmup", "scheduler.warmup_steps"))
-# Values that are passed to Hydra without quotes: null, ???, and words that are not booleans.
+# Values that are passed to Hydra without quotes: null, ???, and words that are neither booleans nor numbers (`_text`).
 WORD = re.compile(r"null|\?\?\?|(?!(?:true|false)$)[a-z_./-][\w./-]*", re.ASCII | re.IGNORECASE)
 QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 FUNCTION = re.compile(r"[a-z_]+\(.*\)", re.DOTALL)  # such as choice(a,b), which a sweep evaluates
@@ -117,7 +117,8 @@ def quoted(line: str, sweep: bool = False) -> str:
     expression.
 
     Args:
-        sweep: True: commas separate values, also in paths, unless the full text is an existing path.
+        sweep: True: commas separate values, even in paths, except for keys of UNSPLIT, and unless the full text is an
+            existing path.
     """
     name, equals, value = line.partition("=")
     if equals and is_group(_group(line)):
@@ -143,8 +144,8 @@ def _group(line: str) -> str:
 
 def _enumerated(line: str) -> str:
     """Returns the value of a group's override with choice(), sort(), shuffle(), range() and glob() expanded to choices.
-    (Hydra removes quotes inside a function, so a job would get the integer 16 instead of the choice 16.) Several glob()
-    may be separated by commas."""
+    (Hydra removes quotes inside a function, so a job would get the integer 16 instead of the choice 16.) The value may
+    contain several glob(), separated by commas."""
     value = line.partition("=")[2]
     if "(" not in value:
         return value
@@ -232,10 +233,10 @@ def _composed(lines: Iterable[str], name: str = "config", with_hydra: bool = Fal
 
 
 def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
-    """Removes keys, in place, that an experiment sets for a choice that does not win. An experiment may choose a
-    technique of a group and set its keys, such as effective_batch and `accumulation.size`. If a different choice was
-    typed, or was set by a later experiment of experiment=[a,b], Hydra would apply these keys to the different
-    choice."""
+    """Removes from the config, in place, the keys that an experiment sets for a choice that was overridden. An
+    experiment may choose a technique of a group and set keys of this technique, such as effective_batch and
+    `accumulation.size`. If a different choice was typed, or was set by a later experiment of experiment=[a,b], Hydra
+    would apply these keys to the different choice."""
     typed = as_mapping(map(unquoted, lines))
     names = map(str.strip, typed.get("experiment", "").strip("[]").split(","))
     files = {name: file for name in names if (file := CONF / "experiment" / f"{name}.yaml").is_file()}
@@ -267,8 +268,8 @@ class TypedWins(Callback):
 
 
 def keys_known(lines: Iterable[str], name: str) -> Mapping[str, object]:
-    """Returns the config `name` with these overrides as a nested mapping, including Hydra's section. Interpolations are
-    not resolved."""
+    """Returns the config `name`, composed with these overrides, as a nested mapping that includes Hydra's section.
+    Interpolations are not resolved."""
     return OmegaConf.to_container(composed(lines, name, whole=True), resolve=False)
 
 

@@ -114,9 +114,9 @@ def share_of(run: Run, ranks: OneDevice) -> Share:
 
 
 def open_texts(run: Run) -> Texts:
-    """Reads the model's config and tokenizer, adds the tokens that the run needs to the tokenizer, and opens the data,
-    which are tokenized unless their tokens are in the cache. If the model has no tokenizer, a BPE tokenizer is trained
-    on the data."""
+    """Reads the model's config and tokenizer, adds the tokens that the run needs to the tokenizer, and opens the data.
+    Stored data are tokenized now, unless their tokens are in the cache; a stream is tokenized while it is read. If the
+    model has no tokenizer, a BPE tokenizer is trained on the data."""
     described = loading.describe(run)
     config, tokenizer, added = described.config, described.tokenizer, described.added
     (name, source), *others = _sources(run.data).items()
@@ -149,8 +149,8 @@ def data(
 
     Args:
         run: the settings.
-        saved: the checkpoint from which the run starts; None: no checkpoint.
-        ranks: the strategy; each rank reads a share of the rows.
+        saved: the checkpoint from which the work starts; None: no checkpoint.
+        ranks: the strategy, which decides the share of the rows that a rank reads.
         texts: the run's data, if already open. If None, the data are opened here.
     """
     texts = texts or open_texts(run)
@@ -199,8 +199,8 @@ def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
 
 def _sources(data: Node) -> dict[str, Openable]:
     """Returns name of a validation set -> source that reads the training text and this set. The training text of all
-    sources is equal, because each source excludes the files of all sets from it. The only name is "" if data.val_path
-    does not name several sets."""
+    sources is equal, because each source excludes the files of all sets from it. If data.val_path is not a mapping of
+    names to paths, there is a single set with the name ""."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
         return {"": _source(data)}
@@ -213,8 +213,9 @@ def _source(data: Node, **more: object) -> Openable:
 
 
 def _prompts(run: Run, tokens: Tokens, val: ValidationLoader) -> list[Tensor]:
-    """Returns the token ids of the prompts for samples, (1, T) each. The prompts are sample_prompts (each as a user's
-    message if the data are chats), or the beginning of the first validation set."""
+    """Returns the token ids of the prompts for samples, (1, T) each. The prompts come from sample_prompts=, where a
+    text becomes a user's message if the data are chats. Without sample_prompts=, the only prompt is the beginning of
+    the first validation set. Returns an empty list with sample_tokens=0."""
     if not run.sample_tokens:
         return []
     if run.sample_prompts is None:
@@ -230,18 +231,21 @@ def module(
     ranks: OneDevice = ONE_DEVICE,
     trains: bool = False,
 ) -> CausalLM:
-    """Loads the model and shards it over the ranks.
+    """Loads the model and, if the strategy divides it, shards it over the ranks. All ranks must call this function. The
+    weights in the checkpoint are loaded later (`training.py`).
 
     Args:
         run: the settings.
         data: the loaders and the description of the model.
-        saved: the checkpoint from which the run starts.
+        saved: the checkpoint from which the work starts; None: no checkpoint.
         ranks: the strategy.
         trains: True if the model is trained, not evaluated or exported. Then, with weights.drive= and a checkpoint that
             contains all weights, the weights may be created in 16 bits.
 
     Raises:
-        Refused: the weights, the adapter, the tokenizer or the checkpoint do not match the settings.
+        Refused: the weights, the adapter, the tokenizer or the checkpoint do not match the settings; the loss does not
+            match the data; the model is not causal, or a weight overflows fp16; or the model cannot be converted to
+            GGUF.
     """
     complete = saved is not None and saved.base is None  # the checkpoint contains all weights
     described = data.described.at_random if complete else data.described
@@ -270,7 +274,8 @@ def module(
 
 
 def _check(run: Run, network: PreTrainedModel) -> None:
-    """Checks the loaded model. Raises: Refused: the model is not causal, or a weight overflows fp16."""
+    """Checks the loaded model. Raises: Refused: the model is not causal, or a weight overflows fp16, in which the run
+    computes or exports."""
     if run.multiplies_in == "float16":
         check_holds(network, torch.float16, WIDER)
     elif run.export_dtype == "float16" and (run.merge or not run.adapter_class.freezes_base):
@@ -295,16 +300,20 @@ def causal_lm(
     ranks: OneDevice = ONE_DEVICE,
     in_16_bits: bool = False,
 ) -> CausalLM:
-    """Builds the model with its techniques, in this order: loaded weights (with rows for added tokens), adapter and
-    frozen weights, compiled blocks, activation checkpointing, slices of tokens, streamed weights.
+    """Builds the model with its techniques, in this order: loaded weights (with rows for added tokens), attention that
+    separates packed documents, adapter and frozen weights, compiled blocks, activation checkpointing, slices of tokens,
+    streamed weights.
 
     Args:
         run: the settings.
         described: the model's config, its tokenizer and added tokens.
         check: called with the loaded model on ranks that load weights.
         ranks: the strategy.
-        in_16_bits: a checkpoint will replace the weights, so with weights.drive= the weights are created in 16 bits
+        in_16_bits: True: a checkpoint will replace the weights, so with weights.drive= they may be created in 16 bits
             (`loading.read_in`).
+
+    Raises:
+        Refused: the loss does not match the data; or loading, `check` or a technique refuses the model.
     """
     loss = _loss(run)
     dtype = loading.read_in(run, described, in_16_bits)
@@ -329,7 +338,8 @@ def causal_lm(
         if with_positions(run.data.arguments):
             packed_attention.separate(network, compiled=run.compiles_blocks)
         choose_trained(run, network)
-        # without fp32 masters an adapter keeps its dtype; with them its frozen matrices get the dtype of the base
+        # Without fp32 masters, the frozen matrices of an adapter keep their dtype. With fp32 masters, they get the
+        # dtype of the base weights.
         kept = set() if run.keeps_masters else {p for _, p in parameters_of(network)}
         for p in {*network.parameters()} - kept:
             p.data = p.data if p.requires_grad else p.data.to(dtype)

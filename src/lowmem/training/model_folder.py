@@ -1,9 +1,9 @@
 """Writes the folder model/ of a run: the trained model or its adapter, with a model card. Also converts the model to
 GGUF (export_format=gguf) and uploads the folder (push=). `fit.py` calls this module.
 
-`leave` writes the folder after all other results, because the folder is the largest result. If the disk becomes full,
-all other results are then complete. `without_checkpoint` writes the folder first, because the folder is then the only
-copy of the latest weights.
+After all other results are written, `leave` writes the folder, which is the largest result: if the disk becomes full,
+the other results are complete. If a checkpoint could not be written, `without_checkpoint` writes the folder before the
+other results, because the folder is then the only copy of the latest weights.
 """
 
 from collections.abc import Mapping

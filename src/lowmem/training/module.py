@@ -49,19 +49,24 @@ class Update(NamedTuple):
     scheduler: Callable[[Optimizer], LRScheduler]
     clip: float | None = None  # maximum global gradient norm; None: no clipping
     clip_value: float | None = None  # maximum absolute gradient element; applied before `clip`
-    # early updates: a master on the host is updated inside backward, as soon as its last gradient is on the host
+    # early updates: inside backward, the host updates each weight, or its master, as soon as host memory has the
+    # gradient of the window's last micro-batch (`Run.early`)
     early: bool = False
-    skips_faults: bool = False  # skip a step whose loss or gradient is not finite; if False, the run ends
+    # skip a step whose loss or gradient is not finite; if False, such a step ends the run (except an overflow that only
+    # lowers the loss scale)
+    skips_faults: bool = False
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where and how a model computes: by default on one device that stores all weights."""
 
-    weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # stores the weights, on the device or host
+    weights: WeightsOnDevice = field(default_factory=WeightsOnDevice)  # stores the weights, on the device or the host
     tiles: Tiles | None = None  # modules that are computed in slices of tokens; None: no slices
     ranks: OneDevice = ONE_DEVICE  # the strategy
-    at_once: int = 1  # number of forward passes that run as a group in an evaluation; 1 without weights.order=by_layer
+    # maximum number of forward passes that run as a group where no gradients are computed (evaluations, reference
+    # log-probabilities); 1 without weights.order=by_layer
+    at_once: int = 1
 
 
 @dataclass
@@ -69,7 +74,7 @@ class LossSums:
     """Sums of the loss, and of the auxiliary loss, over the micro-batches of a window so far."""
 
     loss: Tensor
-    auxiliary: Tensor | None = None
+    auxiliary: Tensor | None = None  # None: no auxiliary loss has been added
 
 
 class CausalLM(LightningModule):
@@ -93,7 +98,7 @@ class CausalLM(LightningModule):
         placement = placement or Placement()
         self.automatic_optimization = False
         self.model, self.update = model, update
-        self.loss = self.own_loss = as_loss(loss)  # a strategy may wrap `loss`
+        self.loss = self.own_loss = as_loss(loss)  # strategy=pipeline replaces `loss`
         self.weights, self.tiles, self.ranks = placement.weights, placement.tiles, placement.ranks
         # the callback that runs the optimizer on the host, set by its `setup`; None: the optimizer is on the device
         self.masters: MasterWeights | None = None
@@ -104,11 +109,11 @@ class CausalLM(LightningModule):
         self.auxiliary_loss = AuxiliaryLoss(model) if asked_for(model) else None
         self.faults = NonFiniteSteps(update.skips_faults)
         self.position = Position()  # position in the training data after the last completed window
-        # Numbers of computed tokens and of tokens with a label, on all devices, in all windows so far. The tokens of
-        # skipped steps are included. The tokens of windows that are not computed, because none of their tokens counts
-        # in the loss, are not included.
+        # Numbers of input tokens (without padding) and of tokens with a label, on all devices, in all computed windows
+        # so far, including windows whose step was skipped. A window in which no token counts in the loss is not
+        # computed.
         self.tokens = self.learned_tokens = 0
-        self.skipped_steps = 0
+        self.skipped_steps = 0  # windows without an optimizer step, including windows that were not computed
         # Global norm, before clipping, of the gradients of the last window that was computed. None: no window was
         # computed yet, a gradient is not finite, the window has no gradients, or early updates do not compute the norm.
         self.gradient_norm: Tensor | None = None
@@ -140,15 +145,22 @@ class CausalLM(LightningModule):
 
     def training_step(self, window: Window, _: int) -> dict:
         """Does one optimizer step. Skips the step if no token of the window counts in the loss, or if the loss or a
-        gradient is not finite. Returns: loss and counts of the window, for callbacks. Raises: NotFinite: see
-        `_usable`."""
+        gradient is not finite.
+
+        Returns:
+            The window's mean loss and auxiliary loss, its counts of tokens, its weight, and whether the optimizer
+            stepped, for callbacks.
+
+        Raises:
+            NotFinite: see `_usable`.
+        """
         if not window.weight:  # no token counts in the loss, so a step would only apply weight decay and old momentum
             return self._report(window, torch.zeros((), device=self.device), None, stepped=False)
         optimizer, precision, ranks = self.optimizer, self.trainer.precision_plugin, self.ranks
 
         # Computes forward and backward of the micro-batches: one after the other, block by block for all micro-batches
         # (weights.order=by_layer), or in pipeline stages. With early updates or optim.in_backward=true each weight is
-        # updated here, as soon as its last gradient exists.
+        # updated here, as soon as its gradient is complete.
         loss_sum, auxiliary_sum = (ranks.run_window or self.run_window)(window)
         ranks.gather_gradients()
 
@@ -167,11 +179,12 @@ class CausalLM(LightningModule):
         return self._report(window, loss, auxiliary_sum, stepped)
 
     def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
-        """Computes forward and backward of all micro-batches.
+        """Computes forward and backward of all micro-batches. All ranks must call this method.
 
         Returns:
-            The sum of the losses over micro-batches and ranks, and the sum of the auxiliary losses, each multiplied by
-            the weight of its micro-batch. The second sum is None if the model has no auxiliary loss.
+            The sum of the losses over micro-batches and ranks, and the sum of the auxiliary losses, in which each
+            auxiliary loss is multiplied by the weight of its micro-batch. The second sum is None if the model has no
+            auxiliary loss.
         """
         sums = LossSums(torch.zeros((), device=self.device))
         runs = [partial(self._run_micro_batch, each, window.weight, sums) for each in window.micro_batches]
@@ -194,8 +207,10 @@ class CausalLM(LightningModule):
             self.manual_backward(loss * ranks.factor / weight)
 
     def _usable(self, gradients: Gradients, loss: Tensor, window: Window) -> bool:
-        """Returns True if loss and gradients are finite, so that the optimizer can step. Raises: NotFinite: a value is
-        not finite, and the step must not be skipped (on_nonfinite), or too many steps in a row were skipped."""
+        """Returns True if loss and gradients are finite, so that the optimizer can step. All ranks must call this
+        method. Raises: NotFinite: a value is not finite, and the step must not be skipped (on_nonfinite), or too many
+        steps in a row were skipped. An overflow of scaled gradients after which the loss scale was lowered does not
+        count: the step is skipped, and nothing is raised."""
         loss_is_finite = gradients.loss_is_finite
         if self.ranks.data_size < self.ranks.size:  # several ranks compute the loss of the same micro-batch
             loss_is_finite = not self.ranks.any(not loss_is_finite)
@@ -203,7 +218,6 @@ class CausalLM(LightningModule):
         if usable:
             self.faults.in_a_row = 0
         elif not (loss_is_finite and self.trainer.precision_plugin.lowered_scale):
-            # An overflow of scaled gradients, after which the loss scale was lowered, is not a fault.
             self.faults.meet(self, loss, window)
         return usable
 
@@ -246,8 +260,8 @@ class CausalLM(LightningModule):
     # --- weights --------------------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Waits until all weights have the values of the last optimizer step. Call this before reading weights outside
-        of a forward pass."""
+        """Waits until all weights have the values of the last optimizer step. Call this method before code outside of a
+        forward pass reads weights."""
         if self.masters is not None:
             self.masters.arrived()
 
@@ -257,8 +271,8 @@ class CausalLM(LightningModule):
         return (self.masters or self.weights).stored(p)
 
     def full_precision(self, p: nn.Parameter) -> Tensor:
-        """Returns a weight in the highest precision in which the run stores it; a copy if the host stores the weight in
-        two halves. Call `arrived` first."""
+        """Returns a weight in the highest precision in which the run stores the weight. If the host stores the weight
+        in two halves, the result is a copy. Call `arrived` first."""
         return self.weights.stored(p) if self.masters is None else self.masters.full_precision(p)
 
     # --- evaluation ----------------------------------------------------------------------------------------------
@@ -287,7 +301,7 @@ class CausalLM(LightningModule):
         self._val_batches += 1
 
     def run_at_once(self, computations: Sequence[Callable[[], None]], seed: int | None = None) -> None:
-        """Runs forward passes without gradients, in groups of `Placement.at_once`.
+        """Runs forward passes without gradients, in groups of up to `Placement.at_once`.
 
         Args:
             computations: functions that each compute one forward pass.
@@ -310,7 +324,7 @@ class CausalLM(LightningModule):
 
     def _mean(self, value: Tensor, weight: int) -> float | None:
         """Returns the mean of a metric of `Loss.figures` over a validation set on all devices. If the count is 0,
-        returns None for a metric with its own count, otherwise NaN.
+        returns None for a metric with its own count, otherwise NaN. All ranks must call this method.
 
         Args:
             value: sum of the metric, or (sum, count).
@@ -326,11 +340,12 @@ class CausalLM(LightningModule):
         return self.val_losses[0] if self.val_losses and not math.isnan(self.val_losses[0]) else None
 
     def predict_step(self, micro_batches: Sequence[MicroBatch], *_) -> list[Tensor]:
-        """Returns the log-probabilities of each micro-batch's answers, in host memory.
+        """Computes the log-probabilities of each micro-batch's answers.
 
         Returns:
-            One tensor per micro-batch: (pairs, 2) for pairs, with the chosen and the rejected answer; (answers, 2) for
-            rated answers, with the answer's own prompt and with a mismatched prompt.
+            One tensor in host memory per micro-batch. For pairs (pairs, 2): columns for the chosen and the rejected
+            answer. For rated answers (answers, 2): columns for the answer after its own prompt and after a mismatched
+            prompt.
         """
         found: list[list[Tensor]] = [[] for _ in micro_batches]
 
@@ -341,7 +356,7 @@ class CausalLM(LightningModule):
             columns.append(answers.logp[real].cpu())
 
         # `compared` of pairs is the micro-batch itself, whose logp has both columns. `compared` of rated answers has
-        # two entries of one column each: the micro-batch, and its answers behind mismatched prompts.
+        # two entries of one column each: the micro-batch, and its answers after mismatched prompts.
         for batches in zip(*(micro_batch.compared for micro_batch in micro_batches), strict=True):
             self.run_at_once([partial(read, *pair) for pair in zip(batches, found, strict=True)])
         return [torch.cat(columns, dim=1) for columns in found]

@@ -3,8 +3,8 @@
 `CausalLM.training_step` calls this module only after the check in `WindowOptimizer.finish` has failed. If the optimizer
 runs on the device, this check reads a single number per window: the sum of the loss and the gradient norm. So the host
 waits for the device once per window, as with any loss scaler. The norm is also used for clipping; with clip=null it is
-computed only for this check and for the metric gradient_norm. This module then looks up the parameter and the sequences
-of the failed step.
+computed only for this check and for the metric gradient_norm. This module then looks up the first parameter whose
+gradient is not finite, and the sequences that the step read.
 """
 
 import logging
@@ -28,8 +28,8 @@ class NonFiniteSteps:
         self.skips, self.in_a_row = skips, 0
 
     def meet(self, module: LightningModule, loss: Tensor, window: Window) -> None:
-        """Counts and logs a step whose loss or gradients are not finite. Raises: NotFinite: such steps are not skipped,
-        or too many were skipped in a row."""
+        """Counts and logs a step whose loss or gradients are not finite. All ranks must call this method. Raises:
+        NotFinite: such steps are not skipped, or too many were skipped in a row."""
         self.in_a_row += 1
         message = describe(module, loss, window)
         if not self.skips:

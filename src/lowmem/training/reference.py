@@ -3,12 +3,12 @@
 DPO and related losses compare the log-probability of each answer under the trained model with its log-probability under
 a reference model: the model that training starts from. The reference model is not in memory during training. Instead, a
 single pass without gradients, before training, computes two log-probabilities per pair (chosen and rejected answer) or
-per rated answer (with its own prompt and with a mismatched prompt, `data/rated.py`). After the pass the model is loaded
-a second time. The log-probabilities are stored in the token cache, 16 bytes per pair or rated answer, and reused by
-resumed runs and by other jobs of a sweep.
+per rated answer (after its own prompt and after a mismatched prompt, `data/rated.py`). After the pass the model is
+loaded again, for training. The log-probabilities are stored beside the cached tokens, 16 bytes per pair or rated
+answer, and reused by resumed runs and by other jobs of a sweep.
 
-The cache key contains a digest of the model's initial weights and config, the precision, the tokens and their packing
-into rows. So after a change to the model, the template or seq_len, the log-probabilities are computed again.
+The cache key consists of the precision, the tokens, their packing into rows, and a digest of the model's initial
+weights and config. So after a change to the model, the template or seq_len, the log-probabilities are computed again.
 Checkpoints also store the digest of the initial model.
 """
 
@@ -48,7 +48,7 @@ class ReferenceLogProbs:
         rows: the rows of the split.
         name: "train" or "val".
         indices: indices of the rows that the run reads.
-        key: the items of the cache key that are equal for all splits.
+        key: the items of the cache key that all splits have in common.
     """
 
     def __init__(self, rows: AnswerRows, name: str, indices: np.ndarray, key: list) -> None:
@@ -69,7 +69,8 @@ class ReferenceLogProbs:
         return np.full((self.rows.unit_count, 2), np.nan)
 
     def missing(self) -> np.ndarray:
-        """Returns the indices of the rows in which at least one pair, or rated answer, has no log-probabilities."""
+        """Returns the items of `indices` whose row has a pair, or a rated answer, with a missing log-probability
+        (NaN)."""
         unknown = np.isnan(self.rows.reference).any(1)
         return np.array([row for row in self.indices if unknown[self.rows.units_of(np.array([row]))].any()], int)
 
@@ -113,13 +114,14 @@ def _checksum(array: np.ndarray) -> bytes:
 
 def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Saved | None], CausalLM]) -> CausalLM:
     """Returns the module to train or to evaluate. If its loss compares with a reference model, first stores the
-    reference log-probabilities in the rows of `data`. At most one model is in memory at any time.
+    reference log-probabilities in the rows of `data`. At most one model is in memory at any time. All ranks must call
+    this function.
 
     Args:
         run: the settings.
         data: the loaders. Their rows receive the log-probabilities.
-        saved: the checkpoint to continue from; None for a new run.
-        again: builds the module. Called with a checkpoint, or with None for the initial model.
+        saved: the checkpoint to continue from or to evaluate; None: no checkpoint.
+        again: builds the module. Called with `saved`, or with None for the initial model.
 
     Raises:
         Refused: the initial model of the run is unknown, or is not the initial model that the settings produce now; a
@@ -148,7 +150,8 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
             )
     for split, rows in unknown:
         if not ranks.divides:
-            # The pass over the first split has moved the module to the card, but masters are created in host memory.
+            # A pass over an earlier split may have moved the module to the card, but masters are created in host
+            # memory.
             built.cpu()
         _compute(run, built, split, rows)
     del built
@@ -178,8 +181,8 @@ def _wanted(run: Run, data: build.Data, start: str) -> Iterator[ReferenceLogProb
 
 
 def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
-    """Returns the indices of the rows that training reads in max_steps steps. Returns the indices of all rows if steps
-    may be skipped, because training then reads further rows."""
+    """Returns the indices of the rows that training reads in max_steps steps. If steps may be skipped, returns the
+    indices of all rows, because training then reads further rows."""
     every = np.arange(len(train.sequences))
     if run.scales_loss or run.on_nonfinite == "skip":
         return every
@@ -190,9 +193,9 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
 
 
 def _compute(run: Run, built: CausalLM, split: ReferenceLogProbs, missing: np.ndarray) -> None:
-    """Computes the log-probabilities of the rows `missing` and stores them in the rows and in the cache file. Each rank
-    computes a share of the rows. Raises: Refused: a log-probability is not finite, or the cache file cannot be
-    written."""
+    """Computes the log-probabilities of the rows `missing`, and stores them in `split.rows` and in the cache file. All
+    ranks must call this function; each computes a share of the rows, and rank 0 writes the file. Raises: Refused: a
+    log-probability is not finite, or the cache file cannot be written."""
     ranks, rows = built.ranks, split.rows
     computed, known = rows.units_of(missing), rows.reference
     if ranks.rank == 0:

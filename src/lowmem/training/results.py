@@ -20,8 +20,8 @@ from lowmem.training.training import Training
 
 
 def summary(training: Training, command: Command, predicted: dict | None = None) -> dict:
-    """Returns the contents of summary.json. All ranks must call this function, because it gathers the memory peaks of
-    all ranks."""
+    """Returns the contents of summary.json. All ranks must call this function, because it gathers measurements of all
+    ranks. Args: predicted: the planner's prediction; None: no prediction."""
     typed = {"overrides": list(command.typed), "predicted": predicted}
     return _numbers(training, command.run) | _recipe(training, command) | typed
 
@@ -71,7 +71,7 @@ def _numbers(training: Training, run: Run) -> dict:
 
 
 def _measured(training: Training) -> dict:
-    """Returns the measured bytes, under the keys of the planner's prediction."""
+    """Returns the measured bytes, and the phase of the device's peak, under the keys of the planner's prediction."""
     meter, drive = training.watchers.meter, training.module.weights.drive_tensors()
     rows = {"temporaries" if name == "other" else name: size for name, size in meter.by_category().items()}
     return {

@@ -46,8 +46,8 @@ TRAIN = Task("train")
 
 
 def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -> Saved | None:
-    """Returns the checkpoint from which the command starts. Returns None if it needs no checkpoint, or if resume=auto
-    finds none. Rank 0 finds and verifies the checkpoint for all ranks.
+    """Returns the checkpoint from which the command starts. Returns None if the command needs no checkpoint, or if
+    resume=auto finds none. All ranks must call this function; rank 0 finds and verifies the checkpoint.
 
     Raises:
         Refused: the checkpoint does not exist, is incomplete or damaged, or is not a checkpoint of lowmem.
@@ -86,9 +86,9 @@ def find_task(run: Run, saved: Saved | None) -> Task:
 
 
 def lines_of_older(run: Run, saved: Saved | None) -> dict[str, str]:
-    """Returns overrides with which the data are tokenized as by earlier versions of lowmem, without a beginning-of-text
-    token. Returns an empty dict if there is no checkpoint, if the checkpoint stores its run's beginning tokens, or if
-    no data.bos= is auto."""
+    """Returns overrides (key -> value) that tokenize the data without a beginning-of-text token, as earlier versions of
+    lowmem did. Returns an empty dict if there is no checkpoint, if the checkpoint stores its run's beginning tokens, or
+    if no data.bos= is auto."""
     if saved is None or saved.begin is not None:
         return {}
     return {key: OLDER for key, bos in run.begins.items() if bos == "auto"}
@@ -127,7 +127,7 @@ def with_model(run: Run, folder: str, key: str = "evaluate") -> Run:
 
 def summary_of(saved: Saved) -> dict:
     """Returns the contents of summary.json of a checkpoint's run. Returns an empty dict if the file is missing or
-    damaged, if the run was interrupted, or if it did not end at the step of the checkpoint."""
+    damaged, if the run was interrupted, or if the run did not end at the step of the checkpoint."""
     try:
         summary = json.loads((saved.run / "summary.json").read_text(encoding="utf-8"))
         return summary if summary["steps"] == saved.steps and not summary["interrupted"] else {}

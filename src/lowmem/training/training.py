@@ -1,6 +1,7 @@
-"""Builds, trains and evaluates one run. The context manager `training_session` yields the model and the callbacks that
-observed the run. At its end the context manager frees the model's memory on the card, unless the model is sharded.
-`fit`, the search for batch_size=auto and the benchmarks use this context manager."""
+"""Builds the model of a run, and trains it, evaluates it or loads its weights for an export. The context manager
+`training_session` yields the model and the callbacks that observed the run. When the `with` block ends, the
+memory of the model on the card is freed, unless the model is sharded. `fit`, the search for batch_size=auto and the
+benchmarks use `training_session`."""
 
 import logging
 import re
@@ -71,6 +72,7 @@ class Training:
     watchers: Watchers
     saves: checkpoint.Checkpoints
     rss_before_model: int = 0  # bytes of resident host memory before the model was built
+    # the checkpoint from which the work started, also for an evaluation or export; None: no checkpoint
     resumed_from: Path | None = None
 
     @property
@@ -94,8 +96,8 @@ class Training:
                 logger.experiment.finish()  # otherwise the next job of a sweep would log to the same W&B run
 
     def free_card(self) -> None:
-        """Frees weights, gradients and optimizer state, because the next run in a notebook needs their memory. After an
-        error the traceback would otherwise keep them alive."""
+        """Frees weights, gradients and optimizer state, because the next run in this process, for example in a
+        notebook, needs their memory. After an error the traceback would otherwise keep these tensors alive."""
         for optimizer in self.trainer.optimizers:
             optimizer.state.clear()
         for tensor in (*self.module.parameters(), *self.module.buffers()):
@@ -111,21 +113,24 @@ def training_session(
     ranks: OneDevice = ONE_DEVICE,
     texts: build.Texts | None = None,
 ) -> Iterator[Training]:
-    """Context manager that trains, evaluates or loads a model, and yields the `Training`.
+    """Context manager that trains, evaluates or loads a model, and yields the `Training`. All ranks must enter
+    the context manager.
 
     Args:
         run: settings that are checked and resolved, with a device and a number for batch_size.
         output_dir: folder for checkpoints and metrics.
-        task: the work to do.
-        keeps: write checkpoints into `output_dir`.
+        task: the work to do: train, evaluate, or export (which only loads the model).
+        keeps: True: write checkpoints into `output_dir`.
         ranks: the strategy.
         texts: the run's data, if already open. If None, the data are opened here.
 
     Raises:
         DidNotFit: the run is out of memory, here or inside the `with` block.
-        Refused: the data, the weights or a checkpoint have an error that earlier checks did not find; or training
-            failed because of a drive, Lightning's settings, a value that is not finite (loss, gradient or weight), or
-            a model that mixes fp32 activations with 16-bit weights.
+        Refused: the data, the weights, a checkpoint or the values of model.architecture have an error that earlier
+            checks did not find; the ranks read different data; early stopping has no loss or metric to watch; or
+            training failed because of a drive, Lightning's settings, a value that is not finite (loss, gradient or
+            weight), or a model that mixes fp32 activations with 16-bit weights.
+        OSError: a file cannot be read or written.
     """
     training = network = None
     saved, settings = task.saved, ExitStack()  # `settings`: settings of the process, restored at the end
@@ -198,8 +203,9 @@ def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalL
 
 
 def _compare(data: build.Data, ranks: OneDevice) -> None:
-    """Checks that all ranks have equal data. Each rank reads the files on its own machine, where a copy may be out of
-    date. Raises: Refused: the data differ."""
+    """Compares the data of all ranks by digests of the tokenizer, of the order of the training rows, and of the first
+    and last row of each split (except a stream). Each rank reads the files on its own machine, where a copy may be out
+    of date. All ranks must call this function. Raises: Refused: a digest differs."""
 
     def rows(sequences: Rows) -> str | None:
         if not sequences.numbered:  # the `order` of a stream already contains digests of its files
@@ -252,7 +258,7 @@ def _evaluated(run: Run, sets: list[ValidationLoader]) -> str:
 
 
 def _after_a_fault(error: NotFinite, training: Training, run: Run, output_dir: Path) -> str:
-    """Returns the error message, with advice that applies to this run's precision, settings and checkpoints."""
+    """Returns the message of an error with advice that applies to this run's precision, settings and checkpoints."""
     instead = [f"a smaller lr (now {float(training.trainer.optimizers[0].param_groups[0]['lr']):g})"]
     if run.scales_loss:
         instead.append("precision=bf16 or bf16-master, which have the range of fp32")
@@ -302,7 +308,8 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
 
 def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
     """Checks that the first validation set has tokens that count in the loss. Otherwise its loss is NaN, and early
-    stopping would end training at the first evaluation. Raises: Refused: no token counts."""
+    stopping would end training at the first evaluation. All ranks must call this function. Raises: Refused: no token
+    counts in the loss."""
     if not ranks.any(any(micro_batch.weight for micro_batch in val)):
         raise Refused(
             f"early_stop.patience={run.early_stop.patience}: the first {val.count:,} validation sequences have no "

@@ -1,5 +1,5 @@
 """Locks the folder of a run, plan or sweep before anything is written to it. If the command ends before it has written
-any file besides Hydra's files, the folder is restored (except for a job of a sweep).
+any file besides Hydra's files and logs of ranks, the folder is restored (except for a job of a sweep).
 
 Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes these
 files, locks the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. The folder
@@ -62,8 +62,8 @@ class Claimed:
     other_files: dict[str, int] | None
 
     def untouched(self) -> bool:
-        """Returns whether only Hydra has written to the folder since this command locked it; False for a job of a
-        sweep."""
+        """Returns whether nothing was written to the folder since this command locked it, except Hydra's files and logs
+        of ranks. Returns False for a job of a sweep."""
         return self.other_files is not None and self.folder.is_dir() and _other_files(self.folder) == self.other_files
 
     def give_back(self) -> None:

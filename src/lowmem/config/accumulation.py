@@ -23,7 +23,7 @@ class WindowSize:
     """The number of micro-batches in each window. The last window of an epoch may be shorter.
 
     Args:
-        sizes: index of an epoch or window -> number of micro-batches from this epoch or window on.
+        sizes: index of an epoch or window, from 0 -> number of micro-batches per window from this epoch or window on.
         by: the unit of the keys of `sizes`. A window counts as one optimizer step, even if fp16 skips the step.
     """
 
@@ -62,14 +62,14 @@ def effective_batch(size: int, batch_size: int, devices: int = 1) -> WindowSize:
 
 
 def by_epoch(sizes: Mapping[int, int]) -> WindowSize:
-    """Returns a `WindowSize` that depends on the epoch: `{0: 1, 3: 4}` means one micro-batch per window, and four
-    micro-batches from epoch 3 on."""
+    """Returns a `WindowSize` that depends on the epoch: `{0: 1, 3: 4}` means one micro-batch per window in epochs 0 to
+    2, and four micro-batches from epoch 3 on."""
     return WindowSize(_checked(sizes), "epoch")
 
 
 def by_step(sizes: Mapping[int, int]) -> WindowSize:
     """Returns a `WindowSize` that depends on the number of completed windows: `{0: 3, 101: 4}` means three
-    micro-batches per window, and four micro-batches from window 101 on."""
+    micro-batches in each of the first 101 windows, and four micro-batches in each later window."""
     return WindowSize(_checked(sizes), "window")
 
 

@@ -267,7 +267,7 @@ def _is_count(value: object) -> bool:
 
 def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
     """Yields a message for each `_target_` that cannot be imported, for each key that the class or function of a
-    `_target_` does not accept, and for each value that is not true or false although the argument's default is."""
+    `_target_` does not accept, and for each value that is not true or false if the argument's default is a bool."""
     for path, node in targets(run.as_dict()):
         group = next((key for key in reversed(path) if key in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
@@ -293,8 +293,8 @@ def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def moved(target: str) -> str:
-    """Returns advice for a `_target_` that cannot be imported. If a `_target_` of lowmem ends in the same name as a
-    `_target_` in conf/, lowmem has moved the class or function, and the advice is to type the `_target_` in conf/.
+    """Returns advice for a `_target_` that cannot be imported. If it begins with lowmem, and a `_target_` in conf/ ends
+    in the same name, lowmem has moved the class or function, and the advice is to type the `_target_` in conf/.
     Otherwise the advice is an empty string."""
     *path, name = target.split(".")
     shipped = {known for file in CONF.rglob("*.yaml") for known in TARGET.findall(file.read_text(encoding="utf-8"))}
@@ -305,8 +305,8 @@ def moved(target: str) -> str:
 
 
 def _savers(run: Run) -> Iterator[str]:
-    """Yields a message for each callback that would save its own checkpoints. Unlike `Checkpoints.save`, such a
-    callback does not wait for the host's updates, and does not check that all weights are finite."""
+    """Yields a message for each callback that would save its own checkpoints. Unlike `Checkpoints`, such a callback
+    does not check that all weights are finite, and its files may have names that resume=<run folder> does not find."""
     from lightning.pytorch.callbacks import Checkpoint
 
     for path, node in targets({name: node.plain() for name, node in run.callbacks.items()}, ("callbacks",)):

@@ -74,7 +74,7 @@ def _never(_: object) -> None:
 
 _steps_or_minutes = AfterValidator(lambda value: steps_or_seconds(value) and value)
 SIZE = "a size such as 12GiB or 900MiB (GiB = 2**30 bytes)"
-CARDS = "<cards>"  # placeholder for the names of all cards, the most similar name first
+CARDS = "<cards>"  # placeholder for the names of all cards, in the order of `cards.nearest`
 
 Switch = _words("true or false", bool)
 Text = _words("a string", str, min_length=1)
@@ -400,7 +400,7 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 def _kind(key: str, default: object) -> Any:
     """Returns the type of an argument: from its name if ARGUMENTS lists the name, or else from its value in the yaml.
     An unlisted argument whose value is ${<key>} has the type of this key; if its value is null or ???, it may have any
-    type."""
+    type. A boolean key of Hydra, such as `_partial_`, must keep its value."""
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):

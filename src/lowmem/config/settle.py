@@ -36,7 +36,8 @@ class Run(schema.Keys):
 
     @classmethod
     def from_draft(cls, draft: DictConfig) -> "Run":
-        """Returns the run of a composed config, whose values the caller has checked."""
+        """Returns the run of a composed config. Raises pydantic's ValidationError for a wrong type or range; `settled`
+        of `check.py` finds such errors first, and raises Refused."""
         kind = PlanRun if "gpu" in draft else Run
         run = kind.model_validate(OmegaConf.to_container(draft, resolve=True))
         run._draft = draft
@@ -233,8 +234,8 @@ class Run(schema.Keys):
 
     @property
     def product_bytes(self) -> int:
-        """Returns the bytes per element of matmul inputs. Weights and gradients that are copied between host and device
-        have the same size."""
+        """Returns the bytes per element of matmul inputs. Weights and gradients have the same size per element when
+        they are copied between host and device."""
         return self._precision_class.dtype.itemsize
 
     @property
@@ -325,8 +326,8 @@ Config = DictConfig | Run
 
 
 def run_of(lines: Iterable[str], name: str = "config") -> Run:
-    """Returns the run of typed overrides, without checking their values. Args: lines: the overrides; name: the yaml of
-    conf/ that they override."""
+    """Returns the run of typed overrides, without the checks of `check.py`. Args: lines: the overrides; name: the yaml
+    of conf/ that they override."""
     return Run.from_draft(composed(lines, name))
 
 

@@ -47,7 +47,7 @@ VALUED += ("--config-dir", "--experimental-rerun")
 
 
 def key(line: str) -> str:
-    """Returns the key of `+key=value`, `~key` and `key=value`."""
+    """Returns the key of an override, which may begin with + or ~."""
     return line.partition("=")[0].lstrip("+~")
 
 

@@ -126,7 +126,8 @@ class CausalLM(LightningModule):
 
     @property
     def local_parameters(self) -> nn.Module:
-        """Returns the module whose parameters are this process's shard of the model."""
+        """Returns a module whose parameters are this process's shards, or all parameters if the model is not
+        sharded."""
         return self.ranks.local_parameters(self.model)
 
     @property

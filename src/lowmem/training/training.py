@@ -52,8 +52,8 @@ class DidNotFit(Exception):
 
     Args:
         side: "device" or "host".
-        held: category -> bytes on this side. For a device: at the highest sampled point, or now if no point was
-            sampled. For the host: now. Empty if memory ran out before the callbacks existed.
+        held: category -> bytes on this side. For a device: at the sampled point with the most device bytes, or now if
+            no point was sampled. For the host: now. Empty if memory ran out before the callbacks existed.
     """
 
     def __init__(self, side: Side, held: dict[str, int]) -> None:

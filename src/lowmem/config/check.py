@@ -154,7 +154,7 @@ def check_places(run: Run) -> None:
     Raises:
         Refused: a named run, file or folder does not exist; data.encoding or data.on_error has an unknown value;
             weights.drive is in host memory or not writable; keys of data= or weights= contradict each other; or
-            data.rated was typed.
+            data.rated contradicts loss=.
     """
     for key in OF_A_RUN:
         if (

@@ -125,7 +125,7 @@ def test_comment_of_an_optimizer_names_the_lr_factor_with_the_lowest_measured_lo
 
 def test_out_of_memory_advice_suggests_only_unused_techniques_that_compose():
     used = {"precision": "bf16", "optim": "adamw", "gradient_checkpointing": "every_layer", "loss": "full"}
-    tries = advice(used, batch_size=8, seq_len=128)
+    tries = advice(used, batch_size=8, seq_len=128, windows={0: 1})
     assert tries == [
         "optim=adam8bit",
         "batch_size=4 accumulation=fixed accumulation.batches=2",
@@ -136,7 +136,20 @@ def test_out_of_memory_advice_suggests_only_unused_techniques_that_compose():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for line in tries:
             compose("config", overrides=[quoted(part) for part in line.split()])
-    assert "weights" in out_of_memory_text("device", {"weights": 2**30}, used, 8, 128)
+    assert "weights" in out_of_memory_text("device", {"weights": 2**30}, tries)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "windows", "more"),
+    [
+        ("none", {0: 1}, " accumulation=fixed accumulation.batches=2"),
+        ("fixed", {0: 4}, " accumulation=fixed accumulation.batches=8"),
+        ("effective_batch", {0: 8}, ""),
+        ("by_epoch", {0: 1, 3: 4}, " accumulation.sizes='{0: 2, 3: 8}'"),
+    ],
+)
+def test_out_of_memory_advice_with_half_the_batch_size_keeps_the_effective_batch_size(accumulation, windows, more):
+    assert f"batch_size=4{more}" in advice({"accumulation": accumulation}, 8, 128, windows)
 
 
 @pytest.mark.parametrize(

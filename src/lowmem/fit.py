@@ -23,7 +23,7 @@ from lowmem.config.settle import Command, Config
 from lowmem.config.typed_lines import replaced
 from lowmem.model import loading
 from lowmem.plan import at_start, batch_size
-from lowmem.plan.advice import out_of_memory
+from lowmem.plan.advice import advice, out_of_memory
 from lowmem.plan.prediction import Prediction
 from lowmem.report import folders, hints, show
 from lowmem.report.sample import example
@@ -211,8 +211,8 @@ def _training(
         raise OSError(error.errno, error.strerror, str(command.folder)) from error
     except DidNotFit as error:
         smaller = at_start.smaller_recipe(run, command.lines, prediction) if error.side == "device" else None
-        advice = out_of_memory(error.side, error.held, command.choices, run.batch_size, run.seq_len, smaller)
-        raise OutOfMemory(advice) from error
+        tries = advice(command.choices, run.batch_size, run.seq_len, run.windows.sizes)
+        raise OutOfMemory(out_of_memory(error.side, error.held, tries, smaller)) from error
 
 
 def _ended(training: Training, command: Command, task: Task, summary: dict) -> dict:

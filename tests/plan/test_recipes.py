@@ -15,7 +15,7 @@ from lowmem.config.settle import Run, run_of
 from lowmem.config.typed_lines import CONF, replaced
 from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
 from lowmem.plan.cost.machine import Machine
-from lowmem.plan.prediction import Need, Prediction
+from lowmem.plan.prediction import Need, NotPredicted, Prediction
 from lowmem.plan.search import candidates, recipes
 from lowmem.plan.search.candidates import PrecisionAndOptimizer, Typed, micro_batches, routes, stands_alone, trainings
 from lowmem.plan.target import Target
@@ -246,6 +246,15 @@ def test_refused_recipe_is_skipped_and_its_reason_is_kept(monkeypatch):
     assert state.fits_in(1) and "loss=full: made up." in [*state.refused()]
 
 
+def test_search_on_two_devices_for_a_model_that_cannot_be_traced_is_refused(monkeypatch):
+    def untraceable(*_):
+        raise RuntimeError("The tensor has no numbers.")
+
+    monkeypatch.setattr(recipes, "trace", untraceable)
+    with pytest.raises(NotPredicted, match="The tensor has no numbers"):
+        recipes._Search(typed(*SHAPE, "devices=2"), Target(True, card(2**40)))
+
+
 def test_lower_bound_of_device_memory_of_a_sharded_run_is_below_its_traced_memory():
     """The bound omits weights in host memory, and divides weights and optimizer state in device memory by the number of
     devices."""
@@ -391,6 +400,38 @@ def test_optimizer_step_on_several_devices_keeps_the_typed_number_of_sequences(n
     asked = replace(asked, lines=())
     tried = micro_batches(asked, asked.config({"strategy": strategy}))
     assert {size * int(more.get("accumulation.batches", 1)) for size, more in tried} == {sequences}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ((), [(8, {"accumulation": "fixed", "accumulation.batches": "2"})]),
+        (("accumulation=fixed", "accumulation.batches=2"), []),  # four micro-batches would replace a typed key
+        (("accumulation=effective_batch", "accumulation.size=32"), [(8, {})]),
+    ],
+)
+def test_route_with_fewer_data_ranks_keeps_the_effective_batch_of_a_typed_batch_size_or_is_left_out(lines, expected):
+    asked = typed("devices=2", "device=cpu", "batch_size=8", "strategy=ddp", *lines)
+    assert [*micro_batches(asked, asked.config({"strategy": "tensor_parallel"}))] == expected
+
+
+def test_route_whose_block_inputs_exceed_only_the_host_does_not_rule_out_the_route_with_a_drive(monkeypatch):
+    """With block inputs on the card, the first route exceeds the card."""
+    asked = typed(*WIDE, *HOST["streamed"])
+    state = recipes._Search(asked, Target(True, card(10), host_memory=10))
+    (route, *_) = routes(asked, state.trainings[0])
+    on_drive = route.on_drive("folder", "state")
+
+    def least_memory(way):
+        offloads = techniques("gradient_checkpointing")[way.checkpointings[0]].inputs_on_host
+        host = 7 if "weights.drive" in way.option else 12
+        columns = DeviceBytes("step", 5 if offloads else 20), HostBytes("step", weights=host - 3, activations=3)
+        return recipes.Recipe((), SimpleNamespace(device=columns[0], host=columns[1]), 1.0)
+
+    monkeypatch.setattr(state, "_share", lambda _: 0.0)
+    monkeypatch.setattr(state, "_fits", lambda r: r.prediction.device.total <= 10 and r.prediction.host.total <= 10)
+    monkeypatch.setattr(state, "_climb", lambda way: SimpleNamespace(of_least_memory=lambda: least_memory(way)))
+    assert state._hopeful([route]) == [] and state._hopeful([on_drive]) == [on_drive]
 
 
 @pytest.mark.matrix

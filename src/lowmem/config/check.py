@@ -313,8 +313,8 @@ def _savers(run: Run) -> Iterator[str]:
         callback = get_object(node["_target_"])
         if isinstance(callback, type) and issubclass(callback, Checkpoint):
             yield (
-                f"{'.'.join(path)}: {callback.__name__} saves between the micro-batches of an optimizer step, and "
-                "such a checkpoint cannot be resumed. Leave it out, and type save_every=30min checkpoint.keep=best "
+                f"{'.'.join(path)}: {callback.__name__} saves without a check that all weights are finite, under names "
+                "that resume=<run folder> does not find. Leave it out, and type save_every=30min checkpoint.keep=best "
                 "instead."
             )
 

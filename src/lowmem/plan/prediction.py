@@ -2,7 +2,8 @@
 tensors. `predict` is called when a run starts (`at_start.py`), by plan.py (`job.py`), and for the recipes of a search
 (`search/recipes.py`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -140,16 +141,24 @@ def predict(
     if compiled:
         run = run.replacing("compile", choice("compile", "none") | {"declares": {"generates_code": True}})
     traces = partial(other or trace, run, on_card=target.on_card, capability=target.capability)
-    try:
+    with not_predicted():
         rank_0 = traces()
         by_rank = [rank_0, *(traces(rank=rank) for rank in rank_0.neediest if rank)]
+    needed = (needs(traced, run, target, libraries) for traced in by_rank)
+    most = max(needed, key=attrgetter("device.total"))
+    return replace(most, estimate=COMPILED) if compiled else most
+
+
+@contextmanager
+def not_predicted() -> Iterator[None]:
+    """Converts an error of tracing to `NotPredicted`, except `Refused`. Raises: Exception: a bug in lowmem, see
+    `untraceable`."""
+    try:
+        yield
     except Refused:
         raise
     except Exception as error:
         raise NotPredicted(str(error) if isinstance(error, NotTraced) else untraceable(error)) from error
-    needed = (needs(traced, run, target, libraries) for traced in by_rank)
-    most = max(needed, key=attrgetter("device.total"))
-    return replace(most, estimate=COMPILED) if compiled else most
 
 
 def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:

@@ -107,7 +107,7 @@ def _row(plan: Plan, recipe: Recipe) -> tuple[str, ...]:
 def _notes(plan: Plan) -> list[str]:
     counted = f"{len(plan.fitting)} of {len(plan.recipes)} recipes fit"
     if plan.too_large:
-        counted += f"; {plan.too_large} other combinations were skipped, since their lower bounds exceed the memory"
+        counted += f"; {plan.too_large} other combinations were skipped, since they need more memory"
     estimates = dict.fromkeys(recipe.prediction.estimate for recipe in plan.recipes if recipe.prediction.estimate)
     advised = dict.fromkeys(recipe.prediction.advice for recipe in plan.recipes if recipe.prediction.advice)
     lines = [f"{counted}.", *_facts(plan), *_others(plan)]

@@ -19,7 +19,7 @@ from lowmem.saving.export import Weights
 from lowmem.saving.export_adapter import merge, write_adapter
 from lowmem.system.errors import Refused
 from lowmem.techniques.adapter.freeze import freeze
-from lowmem.techniques.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, load
+from lowmem.techniques.adapter.lora import CONFIG, PREFIX, WEIGHTS, DoRA, LoRA, base_dtype, load
 from lowmem.techniques.adapter.qlora import QLoRA
 from same import last, same
 from tolerances import FP32_REORDERED
@@ -275,6 +275,8 @@ def test_adapter_folder_that_is_incomplete_or_contradicts_settings_or_model_is_r
         LoRA(path=folder(tmp_path / "b", theirs, modules_to_save=["lm_head"]))
     with pytest.raises(Refused, match=r"must contain adapter_config.json and"):
         LoRA(path=str(tmp_path))
+    with pytest.raises(Refused, match=r"must contain adapter_config.json and"):
+        base_dtype(str(tmp_path))  # a run reads this dtype before it creates the adapter
     with pytest.raises(Refused, match=r"there is no such folder"):
         check_places(config("adapter=lora", f"adapter.path={tmp_path / 'none'}"))
     wider = network(hidden_size=64)

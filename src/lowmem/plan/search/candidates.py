@@ -1,7 +1,6 @@
 """Lists the routes that a search compares. A route is a set of recipes that share precision, optimizer, strategy and
-the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size
-(`micro_batches` has an exception) and the typed overrides; only with may_change= may a recipe replace a typed precision
-or optimizer.
+the place of the weights; `recipes.py` searches the recipes of each route. All recipes keep the effective batch size and
+the typed overrides; only with may_change= may a recipe replace a typed precision or optimizer.
 
     Typed                    the typed overrides, and the groups that a recipe may change
     PrecisionAndOptimizer    a precision with an optimizer
@@ -316,8 +315,8 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
     """Yields pairs of a batch_size and the overrides that keep the typed run's effective batch size.
 
     If batch_size was typed as a number, or an accumulation without `size` was typed, yields only the typed batch_size.
-    In this case, without accumulation.size, the effective batch size differs from the typed run's if the strategy
-    divides the data among another number of ranks.
+    If the strategy then divides the data among fewer ranks than the typed run, gradient accumulation keeps the
+    effective batch size. Yields nothing if this is impossible, or would replace a typed accumulation.
 
     Args:
         typed: the typed overrides.
@@ -326,7 +325,11 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
     size = typed.run.accumulation.arguments.get("size")
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.values)
     if ("batch_size" in typed.values and typed.run.batch_size != "auto") or (is_typed and size is None):
-        yield typed.run.batch_size, {}
+        batches, rest = divmod(typed.run.data_ranks, run.data_ranks)
+        if size is not None or batches == 1:
+            yield typed.run.batch_size, {}
+        elif not (is_typed or rest):
+            yield typed.run.batch_size, {"accumulation": "fixed", "accumulation.batches": str(batches)}
         return
     if size is not None:
         for batch_size in divisors(size // _reading(run)):

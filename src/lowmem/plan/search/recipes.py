@@ -25,7 +25,7 @@ from lowmem.config.typed_lines import CONF, as_lines, as_mapping
 from lowmem.plan.cost.machine import Machine, machine
 from lowmem.plan.cost.step_time import of_trace
 from lowmem.plan.host_bytes import CUDA_ON_HOST
-from lowmem.plan.prediction import LEAST_RESERVED, NotPredicted, Prediction, predict
+from lowmem.plan.prediction import LEAST_RESERVED, NotPredicted, Prediction, not_predicted, predict
 from lowmem.plan.search.candidates import (
     DRIVE,
     ORDER,
@@ -170,10 +170,13 @@ class _Search:
     def _works(self, strategy: str) -> bool:
         """Traces one block to find out whether a strategy works with this model. A strategy may be refused, for example
         because a width is not divisible by the number of devices; then the reason is stored in `reasons`. Returns:
-        False if the strategy is refused."""
+        False if the strategy is refused. Raises: NotPredicted: the model cannot be traced."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
-            trace(short, self.target.on_card, 1, self.target.capability)
+            with not_predicted():
+                trace(short, self.target.on_card, 1, self.target.capability)
+        except NotPredicted:
+            raise
         except Refused as error:
             self.reasons[strategy] = str(error)
         return strategy not in self.reasons
@@ -246,6 +249,7 @@ class _Search:
         memory, or exceeds the host memory even without block inputs, stores `on_card` or `on_host` of the route in
         `hopeless`, and tries no other recipe. In all other cases (the recipe is refused, or for example only its block
         inputs exceed the host memory), also tries block inputs on the card. None: no tried recipe fits."""
+        fits_on_card = False  # with block inputs in host memory
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
             if recipe is None:
@@ -253,8 +257,10 @@ class _Search:
             if self._fits(recipe):
                 return recipe
             if self._overfills_card(recipe):
-                self.hopeless.add(route.on_card)
+                if not fits_on_card:  # otherwise the route may fit with a drive, or with a smaller optimizer state
+                    self.hopeless.add(route.on_card)
                 return None
+            fits_on_card = True
             need, host = recipe.prediction.host, self.target.host_memory
             if host is not None and need.total - need.activations > host:  # too large even without block inputs
                 self.hopeless.add(route.on_host)

@@ -111,7 +111,7 @@ class LoRA(Adapter):
 
         self.target, self.path, self.adapts_experts = target, path, WITH_EXPERTS.get(experts)
         if path is not None:
-            self.config = self._of_folder(Path(path).expanduser(), r, alpha)
+            self.config = self._of_folder(r, alpha)
         else:
             r = r or RANK
             self.config = LoraConfig(r=r, lora_alpha=alpha or 2 * r, use_dora=self.magnitudes, task_type="CAUSAL_LM")
@@ -193,18 +193,13 @@ class LoRA(Adapter):
             )
         return [name for name in every if any(_meant(name, pattern) for pattern in patterns or ["*"])]
 
-    def _of_folder(self, folder: Path, r: int | None, alpha: float | None) -> "LoraConfig":
-        """Returns the config of an adapter folder, prepared for a new adapter. Args: r, alpha: the arguments of `LoRA`.
+    def _of_folder(self, r: int | None, alpha: float | None) -> "LoraConfig":
+        """Returns the config of `path`, prepared for a new adapter. Args: r, alpha: the arguments of `LoRA`.
         Raises: Refused: the folder has no readable adapter of a supported kind, or the adapter contradicts an argument
         or needs another adapter=."""
         from peft import LoraConfig, PeftConfig, PeftType
 
-        line = f"adapter.path={self.path}"
-        if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
-            raise Refused(
-                f"{line}: the folder must contain {CONFIG} and {WEIGHTS}. Type a folder written by PEFT, or by a run "
-                "with merge=false."
-            )
+        line, folder = f"adapter.path={self.path}", _complete(self.path)
         try:
             config = PeftConfig.from_pretrained(str(folder))
         except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
@@ -299,25 +294,35 @@ def stands_on_4_bits(folder: Path) -> bool:
 def experts_in_4_bits(path: str) -> bool:
     """Returns True if the header of an adapter folder's weight file says that fused experts were quantized to 4
     bits."""
-    return EXPERTS.items() <= _head(Path(path).expanduser()).items()
+    return EXPERTS.items() <= _head(path).items()
 
 
 def base_dtype(path: str | None) -> torch.dtype | None:
     """Returns the dtype that an adapter's base weights had before they were quantized. To get the base that the adapter
     was trained on, a run that starts from the adapter must quantize weights of this dtype. Returns None if `path` is
-    None, or if the header of the weight file does not name a dtype of torch. Raises: FileNotFoundError: the folder has
-    no weight file."""
-    name = path and _head(Path(path).expanduser()).get(BASE_DTYPE)
+    None, or if the header of the weight file does not name a dtype of torch. Raises: Refused: see `_complete`."""
+    name = path and _head(path).get(BASE_DTYPE)
     dtype = getattr(torch, name, None) if name else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _head(folder: Path) -> dict[str, str]:
+def _head(path: str) -> dict[str, str]:
     """Returns the metadata in the header of an adapter folder's weight file; empty if the file has no metadata or is
-    damaged. Raises: FileNotFoundError: the folder has no weight file."""
-    with suppress(SafetensorError), safe_open(folder / WEIGHTS, "pt") as file:
+    damaged. Raises: Refused: see `_complete`."""
+    with suppress(SafetensorError), safe_open(_complete(path) / WEIGHTS, "pt") as file:
         return file.metadata() or {}
     return {}
+
+
+def _complete(path: str) -> Path:
+    """Returns the folder of adapter.path. Raises: Refused: the folder lacks a file of an adapter."""
+    folder = Path(path).expanduser()
+    if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
+        raise Refused(
+            f"adapter.path={path}: the folder must contain {CONFIG} and {WEIGHTS}. Type a folder written by PEFT, or "
+            "by a run with merge=false."
+        )
+    return folder
 
 
 def load(model: PreTrainedModel, path: str) -> None:

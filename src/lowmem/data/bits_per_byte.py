@@ -1,11 +1,14 @@
 """Converts a validation loss to bits per byte of the predicted text, a unit that is comparable across tokenizers.
 
-If rows are consecutive parts of a split without ignored labels, the number of bytes is read from the token store, which
-stores the bytes of each document; only an incomplete last document is decoded. For other rows, such as the answers of a
-chat or rows with packing=documents, each process reads the labels of its device's rows once and counts the bytes of
-their text. With a byte-level tokenizer, each token has a fixed number of bytes. With other tokenizers, a token that is
-decoded separately may lose a space or contain an incomplete character. So a run of consecutive labels is decoded
-together with up to BEFORE tokens before the run, and the bytes that the run adds to the decoded text are counted.
+The loss in nats per label is divided by ln 2 and multiplied by the number of labels per byte. If rows are consecutive
+parts of a split without ignored labels, the number of bytes is read from the token store, which stores the bytes of
+each document; only an incomplete last document is decoded. For other rows, such as the answers of a chat or rows with
+packing=documents, each process reads its device's rows once, and counts their labels and the bytes of the labels' text.
+With several devices, the results of the processes then differ slightly.
+
+With a byte-level tokenizer, each token has a fixed number of bytes. With other tokenizers, a token that is decoded
+separately may lose a space or contain an incomplete character. So a run of consecutive labels is decoded together with
+up to BEFORE tokens before the run, and the bytes that the run adds to the decoded text are counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +21,12 @@ from transformers import PreTrainedTokenizerBase
 from lowmem.data.loader import IGNORED, MicroBatch, ValidationLoader
 from lowmem.data.token_store import Tokens, byte_level, bytes_of
 
-BEFORE = 4  # tokens of context; enough to complete a character, which has at most 4 bytes
+BEFORE = 4  # tokens of context; enough to complete a character of at most 4 bytes
 
 
 def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], float]:
-    """Returns a function that converts nats per label to bits per byte; the result is nan if the labels have no text.
-    The first call of this function counts the labels and bytes. An end-of-text token counts as a label without
-    bytes."""
+    """Returns a function that converts nats per label to bits per byte, or returns nan if the labels have no text. Its
+    first call counts the labels and bytes. An end-of-text token counts as a label without bytes."""
     counted = cache(lambda: _counted(tokens, val))
 
     def bits(nats: float) -> float:
@@ -35,8 +37,8 @@ def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], fl
 
 
 def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
-    """Returns the number of labels, and the bytes of their text. For rows with `without_gaps`, both numbers are totals
-    of all devices; otherwise they cover only the rows of this device."""
+    """Returns the number of labels, and the number of bytes of their text. For rows with `without_gaps`, both numbers
+    are totals of all devices; otherwise they cover only the rows of this device."""
     if val.sequences.without_gaps:
         known = replace(tokens, val=val.sequences.split)  # each source of a mixture has its own split
         return val.predicted, known.val_bytes(val.predicted + 1) - known.val_bytes(1)
@@ -44,8 +46,8 @@ def _counted(tokens: Tokens, val: ValidationLoader) -> tuple[int, int]:
 
 
 def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[MicroBatch]) -> tuple[int, int]:
-    """Returns the number of labels, and the bytes of their text, by reading all micro-batches. Returns (0, 0) for pairs
-    and rated answers, whose losses are not in nats per label."""
+    """Returns the number of labels in all micro-batches, and the number of bytes of their text. Returns (0, 0) for
+    pairs and rated answers, whose losses are not in nats per label."""
     count = text = 0
     special = [IGNORED, *tokenizer.all_special_ids]
 

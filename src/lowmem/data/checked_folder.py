@@ -1,12 +1,10 @@
 """Stores files in a cache folder with their checksums, and rebuilds a folder if a file does not match its checksum. The
 token store keeps its files in such folders.
 
-`meta.json` contains metadata, the size and the CRC-32 of each file that `fill` wrote, and a CRC-32 of these values.
+`meta.json` contains metadata, the size and the CRC-32 of each file that `fill` wrote, and a CRC-32 of all of this.
 Opening a folder reads and checks these files, at about 1 GB/s. Files that are added to the folder later are not
-checked. The check takes less time than the cache key of local source files, which requires the SHA-256 of the source
-text at every start: the text has about twice the bytes of its tokens, and SHA-256 runs at about half the speed. The
-returned arrays are memory-mapped from the files that were checked, so another process may replace the folder while the
-arrays are in use.
+checked. The returned arrays are memory-mapped from the files that were checked, so another process may replace the
+folder while the arrays are in use.
 """
 
 import json
@@ -29,11 +27,11 @@ log = logging.getLogger(__name__)
 
 META = "meta.json"
 BLOCK = 1 << 20  # bytes
-ATTEMPTS = 4  # attempts to open or fill a folder; another process may replace the folder in between
+ATTEMPTS = 4  # maximum number of attempts to open or fill a folder, which another process may replace in between
 
 
 class FolderContents(NamedTuple):
-    """The contents of a folder. Args: meta: values stored with the files; files: file name -> content, (bytes,)
+    """The contents of a folder. Args: meta: the values that `fill` returned; files: file name -> content, (bytes,)
     uint8."""
 
     meta: dict
@@ -41,8 +39,7 @@ class FolderContents(NamedTuple):
 
 
 class _Damaged(Exception):
-    """Raised, with the name of the file, if a file is missing or does not have the size and the checksum with which it
-    was written."""
+    """Raised, with the name of the file, if a file is missing or its size or checksum differs from `meta.json`."""
 
 
 def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
@@ -50,11 +47,11 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
     filled again, and the damage is logged.
 
     Args:
-        fill: writes the files into an empty folder and returns values for `FolderContents.meta`.
+        fill: writes the files into an empty folder and returns the metadata, which JSON must be able to represent.
 
     Raises:
         OSError: a file cannot be read, or the folder cannot be written.
-        Refused: the files still do not match their checksums after ATTEMPTS attempts, or `fill` raises Refused.
+        Refused: ATTEMPTS attempts did not give a folder whose files match their checksums, or `fill` raises Refused.
     """
     for _ in range(ATTEMPTS):
         found = _inode(folder)
@@ -62,7 +59,7 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
             if found:
                 return _opened(folder)
         except _Damaged as error:
-            if _inode(folder) != found:  # another process has replaced the folder meanwhile
+            if _inode(folder) != found:  # another process has replaced the folder
                 continue
             log.info(f"cache_dir={folder.parent}: {error} is missing or corrupted; rebuilding {folder.name}.")
             _remove(folder)
@@ -102,8 +99,9 @@ def _mapped(file: Path, size: int, checksum: int) -> np.ndarray:
 
 
 def _write(folder: Path, fill: Callable[[Path], dict]) -> None:
-    """Fills a draft folder and renames it to `folder` when it is complete, so that neither a second job nor Ctrl-C
-    leaves a partial folder."""
+    """Fills a draft folder and renames it to `folder` when it is complete, so that no other process reads a partial
+    folder, and Ctrl-C does not leave one. If another process has created `folder` in the meantime, its folder is
+    kept."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_cache_write(folder) as draft:
         draft.mkdir(mode=0o700)  # texts may be private

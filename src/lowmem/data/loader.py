@@ -1,11 +1,13 @@
 """Makes windows of micro-batches from rows of tokens, in an order that the seed and the epoch determine.
 
 A window contains the micro-batches of one optimizer step. A sequence is a row of a split (`packing.py`), or both rows
-of a padded pair (`pairs.py`). An epoch reads every sequence once, in a permutation drawn from (seed, epoch). The sizes
-of micro-batches and windows and the number of devices decide only where this order is divided; they do not change the
-order. There are two exceptions. With packing=padded, rows are sorted so that a micro-batch has rows of similar lengths,
-and this order also depends on the batch size and the number of devices. A stream is permuted block by block
-(`stream.py`).
+of a padded pair (`pairs.py`). An epoch reads every sequence once, in a permutation drawn from (seed, epoch); a stream
+is permuted block by block (`stream.py`). The sizes of micro-batches and windows and the number of devices decide only
+where this order is divided; they do not change the order. The exception is packing=padded: sequences are sorted so that
+a micro-batch has sequences of similar lengths, and the resulting order also depends on the batch size and the number of
+devices.
+
+The process of each device reads the rows of all devices, and keeps the rows of its own device (`Share`).
 
 Each window contains the position at which the next window begins. Training adopts this position only after the
 optimizer step of the window, so a resumed run does not skip windows that were prefetched but not trained on.
@@ -26,21 +28,21 @@ from torch import Tensor
 from lowmem.config.accumulation import WindowSize
 
 IGNORED = -100  # a label that the loss ignores
-COUNTS = ("learned_tokens", "weight", "first_tokens")  # cached counts of a micro-batch
+COUNTS = ("learned_tokens", "weight", "first_tokens")  # values that `MicroBatch.counted` caches
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows that go through the model together. A loss that needs more than tokens uses a subclass. The subclass adds
-    tensors whose first dimension is that of `input_ids`, and defines `weight`. The sum of a window's losses is divided
-    by the sum of the weights of its micro-batches, on all devices."""
+    """Rows that go through the model together. A loss that needs more than tokens uses a subclass, which adds tensors
+    with the first dimension of `input_ids`, and overrides `weight`. The sum of a window's losses is divided by the sum
+    of the weights of the window's micro-batches; both sums are over all devices."""
 
     UNIT: ClassVar[str] = "tokens"  # unit of `weight`
     # rows per sequence; a sequence is never split across devices, so both rows of a pair stay together
     ROWS: ClassVar[int] = 1
 
     input_ids: Tensor  # (B, T) int64
-    labels: Tensor  # (B, T) int64, the token that follows each input; -100: ignored by the loss
+    labels: Tensor  # (B, T) int64, the token that follows each input; IGNORED: not in the loss
     position_ids: Tensor | None = None  # (B, T) int64, from 0 at each document's start; None: from 0 in each row
     real: Tensor | None = None  # (B, T) bool: False for filler after a row's last document; None: no filler
 
@@ -58,8 +60,8 @@ class MicroBatch:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """Returns the keyword arguments of the model's forward pass: `input_ids`, and `position_ids` unless it is None.
-        Also sets the attribute `counted_first` of the position ids to `first_tokens` if `counted` has cached this list.
-        Then `document_attention.py` does not wait for values from the device."""
+        If `counted` has cached `first_tokens`, also sets the attribute `counted_first` of the position ids to this
+        list, so that `document_attention.py` does not wait for values from the device."""
         if self.position_ids is None:
             return {"input_ids": self.input_ids}
         if (known := vars(self).get("first_tokens")) is not None:
@@ -72,7 +74,7 @@ class MicroBatch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Returns name -> tensor, without tensors that are None."""
+        """Returns a mapping from field names to tensors, without the fields that are None."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -83,9 +85,10 @@ class MicroBatch:
         return cls(**{name: torch.cat([batch.tensors[name] for batch in batches]) for name in batches[0].tensors})
 
     def to(self, device: torch.device, **how: object) -> Self:
-        """Returns this micro-batch on a device, with its cached counts. Lightning calls this method for each
-        micro-batch of a window or of a group that is evaluated together. For a GPU, tensors are first copied to pinned
-        memory: a copy from pageable memory would make the host wait for the work that was queued on the GPU before."""
+        """Returns this micro-batch on a device, with the values that `counted` cached. Lightning calls this
+        method for each micro-batch of a window or of a group that is evaluated together. For a GPU, tensors are first
+        copied to pinned memory: a copy from pageable memory would make the host wait for all work that is already
+        queued on the GPU."""
         pinned = torch.device(device).type == "cuda" and not self.input_ids.is_cuda
         if pinned:
             how = {"non_blocking": True} | how
@@ -94,21 +97,21 @@ class MicroBatch:
         return moved
 
     def counted(self) -> Self:
-        """Computes and caches `learned_tokens`, `weight` and `first_tokens`, and returns self. Called while the tensors
-        are in host memory, because counting on the GPU would make the host wait for the GPU."""
+        """Computes and caches `learned_tokens`, `weight` and `first_tokens`, and returns self. Call it while the
+        tensors are in host memory, because counting on the GPU would make the host wait for the GPU."""
         vars(self).update({name: getattr(self, name) for name in COUNTS})
         return self
 
     @property
     def nothing(self) -> Self:
-        """Returns a copy of the first sequence in which the loss ignores all labels. A device that has no rows left
-        computes this copy, because it must take part in collectives."""
+        """Returns a copy of the first sequence, with labels that the loss ignores. A device without rows of its own in
+        a global micro-batch computes this copy, because all devices must take part in collectives."""
         example = self.each(lambda tensor: tensor[: self.ROWS])
         return replace(example, labels=torch.full_like(example.labels, IGNORED))
 
     @property
     def input_tokens(self) -> int:
-        """Returns the number of input tokens, without padding."""
+        """Returns the number of input tokens, without filler."""
         return self.input_ids.numel() if self.real is None else int(self.real.sum())
 
     @cached_property
@@ -119,8 +122,7 @@ class MicroBatch:
     @cached_property
     def first_tokens(self) -> list[int] | None:
         """Returns the index of the first token of each document in the concatenated rows, followed by the total number
-        of tokens. The filler at the end of a row counts as a document. Returns None if `position_ids` is None; then
-        each row is a document."""
+        of tokens. The filler at the end of a row counts as a document. Returns None if `position_ids` is None."""
         if self.position_ids is None:
             return None
         begins = F.pad(self.position_ids.diff(dim=1) != 1, (1, 0), value=True)  # (B, T)
@@ -134,8 +136,8 @@ class MicroBatch:
 
 
 class Position(NamedTuple):
-    """A position in the data, from which training continues. The next sequence is number `sequence` in the order of
-    `epoch`, and `window` windows are done since the start of training.
+    """A position in the data, from which training continues: the next sequence is at index `sequence` in the order of
+    `epoch`. `window` is the number of windows before this position, since the start of training.
 
     In a stream, `sequence` counts within a block, and `state` is the stream's state before this block (None before the
     first block of an epoch).
@@ -155,34 +157,36 @@ class Window(NamedTuple):
     """The micro-batches of one optimizer step."""
 
     micro_batches: list[MicroBatch]
-    input_tokens: int  # input tokens without padding, on all devices
-    learned_tokens: int  # tokens with a label, on all devices
+    input_tokens: int  # number of input tokens without filler, on all devices
+    learned_tokens: int  # number of labels in the loss, on all devices
     weight: int  # the sum of the losses on all devices is divided by this weight
     end: Position  # position of the next window
 
 
 class Rows:
-    """The base class of the rows of a split. A loader reads rows by number, in any order (except rows of a stream, see
-    `numbered`). `packing.py` has the subclasses for documents.
+    """The base class of the rows of a split. Its length and indices count sequences: rows, or pairs with two rows each
+    (`PaddedPairs`). A loader reads sequences by index, in any order (except in a stream, see `numbered`).
 
     Attributes:
-        seq_len: maximum tokens of a row.
-        report: counts of included, cut and dropped documents (or pairs or rated answers), for the log.
+        seq_len: maximum number of input tokens in a row.
+        report: counts of included, cut and dropped documents (or pairs or rated answers), for the log; empty if the
+            class does not count them.
         without_gaps: True: the rows are consecutive parts of the split, and the loss ignores no label. (The first token
             of the split is an input, but not a label.)
     """
 
     seq_len: int
     report: Mapping = MappingProxyType({})
-    counted = "documents"  # plural name, in messages, of the items that `report` counts
+    # plural name, in messages, of the items that `report` counts, or of the rows if `report` is empty
+    counted = "documents"
     without_gaps = False
     positions = False  # True: micro-batches have `position_ids`
     filler = False  # True: micro-batches have `real`
-    numbered = True  # True: rows can be read by number; False for a stream
+    numbered = True  # True: rows can be read by index; False for a stream
 
     @property
     def longest(self) -> int:
-        """Returns the length of the longest row in tokens, or an upper bound of this length."""
+        """Returns the length of the longest row in tokens, or an upper bound."""
         return self.seq_len
 
     def __len__(self) -> int:
@@ -200,29 +204,30 @@ class Rows:
         return MicroBatch(*tensors, real=real)
 
     def loader(self, *how: object) -> "WindowLoader":
-        """Returns the loader of these rows. Args: how: further arguments of `WindowLoader`."""
+        """Returns the loader of these rows. Args: how: the arguments of `WindowLoader` after the rows."""
         return WindowLoader(self, *how)
 
     def starts(self, row: int) -> list[int]:
         """Returns the indices within a row at which documents begin, and the index at which the filler after the last
-        document begins, if any. Returns [0] if the row has no position ids."""
+        document begins, if any. This method reads the indices from the position ids, and
+        returns [0] for rows without position ids."""
         positions = self.micro_batch(np.array([row])).position_ids
         return [0] if positions is None else (positions[0] == 0).nonzero().ravel().tolist()
 
     @property
     def order(self) -> dict:
-        """Returns values that identify the content of all rows. `WindowLoader.order` adds the number of rows and
-        `seq_len`. A checkpoint stores these values, so that a resumed run detects changed data."""
+        """Returns values that identify the content of all rows. A checkpoint stores `WindowLoader.order`, which
+        contains these values, so that a resumed run detects changed data."""
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Returns the order of rows in an epoch. Args: permutation: row numbers, permuted by (seed, epoch);
-        rows_per_step: rows of a global micro-batch (`Share`)."""
+        """Returns the order of sequences in an epoch. Args: permutation: indices of the sequences, permuted by (seed,
+        epoch); rows_per_step: sequences of a global micro-batch (`Share`)."""
         return permutation
 
     def grouping(self, rows_per_step: int) -> dict:
-        """Returns the values, besides the permutation, that change the result of `arranged`. A checkpoint stores these
-        values."""
+        """Returns the values, besides the permutation, that change the result of `arranged`, for
+        `WindowLoader.order`."""
         return {}
 
 
@@ -245,19 +250,20 @@ class Share(NamedTuple):
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def rows_of(self, read: MicroBatch) -> MicroBatch:
-        """Returns this device's rows of a global micro-batch, with cached counts. All devices must run the same number
-        of micro-batches, so a device without rows gets a sequence without labels."""
+        """Returns this device's rows of a global micro-batch, after `counted`. All devices must run the same number of
+        micro-batches, so a device without rows gets a sequence without labels (`nothing`)."""
         mine = read.each(lambda tensor: tensor[self.places(read.ROWS)])
         return (mine if len(mine.input_ids) else read.nothing).counted()
 
 
 class WindowLoader:
-    """Yields windows endlessly, beginning at `position`. A window has only the micro-batches of this device.
+    """Yields windows endlessly, beginning at `position`. A window has only the micro-batches of this device, but counts
+    of all devices.
 
     Args:
         share: this device's share of each global micro-batch.
-        window_size: (number of an epoch, number of a window) -> number of micro-batches of this window. The last window
-            of an epoch may have fewer.
+        window_size: returns the number of micro-batches per device of a window, from the index of the epoch and the
+            number of earlier windows. The last window of an epoch may have fewer.
     """
 
     def __init__(
@@ -268,8 +274,8 @@ class WindowLoader:
 
     @property
     def order(self) -> dict[str, int | str]:
-        """Returns the values on which the order of sequences depends. A saved position is valid only while these values
-        are unchanged."""
+        """Returns the values on which the order of sequences depends. A checkpoint stores these values together
+        with a position, and the position is valid only while the values are unchanged."""
         ours = {"sequences": len(self.sequences), "seq_len": self.sequences.seq_len, "seed": self.seed}
         return ours | self.sequences.order | self.sequences.grouping(self.share.rows_per_step)
 
@@ -325,10 +331,10 @@ class WindowLoader:
 
 
 class ValidationLoader:
-    """Yields this device's share of the first `limit` sequences of a validation set, in order. The micro-batches have
-    the batch size of training.
+    """Yields this device's micro-batches of the first `limit` sequences of a validation set, in order.
 
     Args:
+        share: this device's share of each global micro-batch, as in training.
         name: name of the validation set; empty if there is only one set.
     """
 
@@ -338,8 +344,8 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """Returns the number of labels in the first `count` rows, summed over all devices. Valid only for rows with
-        `without_gaps`, which have `seq_len` labels each."""
+        """Returns the number of labels that all devices together evaluate. Valid only for rows with `without_gaps`,
+        which have `seq_len` labels each."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:

@@ -3,8 +3,8 @@ tokens in the loss.
 
 Shares count labels and not rows, because a row of chat has fewer labels than a row of text. An epoch contains every row
 of every source at least once. The rows of a source that is too small for its share are repeated. `WindowLoader`
-permutes the row numbers of an epoch by (seed, epoch), so a checkpoint stores no further state of the mixture. It also
-stores `Mixed.order`, and a resumed run compares this value with its own, to detect changed sources, numbers of rows or
+permutes the row numbers of an epoch by (seed, epoch), so the position in a mixture has no further state. A checkpoint
+also stores `Mixed.order`. A resumed run compares this value with its own, to detect changed sources, numbers of rows or
 shares. Validation sets are not mixed: each source is validated separately.
 """
 
@@ -24,8 +24,8 @@ from lowmem.system.errors import Refused
 
 log = logging.getLogger(__name__)
 
-LOOKED_AT = 256  # maximum rows of each source that are sampled to estimate its labels per row
-MOST = 1 << 30  # maximum rows of an epoch; a permutation of this many row numbers takes 8 GiB
+LOOKED_AT = 256  # maximum number of rows of each source that are sampled to estimate the source's labels per row
+MOST = 1 << 30  # maximum number of rows in an epoch; a permutation of this many row numbers takes 8 GiB
 
 
 class Mix(Openable):
@@ -33,12 +33,13 @@ class Mix(Openable):
 
     Args:
         parts: name of a source -> the source.
-        shares: name of a source -> its share of the labels; None: an epoch reads every row of every source once.
+        shares: name of a source -> its share of the labels, relative to the sum of all shares; None: an epoch reads
+            every row of every source once.
 
     Raises:
-        Refused: there is no source; a source is a stream, has padded rows, or has rows with more than tokens and labels
-            (preference data); sources have different chat templates or values of `bos`; or `shares` does not name
-            exactly the sources.
+        Refused: there is no source; a source does not derive from `Openable`, is a stream, has padded rows, or has rows
+            with more than tokens and labels (preference data); sources have different chat templates or values of
+            `bos` (other than auto); or `shares` does not name exactly the sources.
     """
 
     name = "mix"
@@ -113,7 +114,7 @@ class Mix(Openable):
 
 def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
     """Returns the validation sets of all sources. An unnamed set gets the name of its source, and a named set of a
-    nested mixture gets the name <source>_<set>. Raises Refused if two sets would get one name."""
+    nested mixture gets the name <source>_<set>. Raises Refused if two sets would get the same name."""
     sets: dict[str, Rows] = {}
     for part, source in opened.items():
         for below, rows in source.val.items():
@@ -125,7 +126,7 @@ def _validation_sets(opened: Mapping[str, Opened]) -> dict[str, Rows]:
 
 
 def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
-    """Opens a source of the mixture. Refusals name the source."""
+    """Opens a source of the mixture. The message of a `Refused` begins with the key of the source."""
     try:
         return source.opened(wanted)
     except Refused as error:
@@ -133,8 +134,7 @@ def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
 
 
 class Mixed(Rows):
-    """The rows of one epoch, numbered source by source. Rows of a source are repeated if its share needs more rows than
-    the source has."""
+    """The rows of one epoch, numbered source by source. A row that an epoch reads n times has n numbers."""
 
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
@@ -145,8 +145,7 @@ class Mixed(Rows):
         self.shares = shares and [shares[name] for name in self.names]
         self.counts = [len(rows) for rows in self.parts] if shares is None else self._counts()
         self.ends = np.cumsum(self.counts)  # (sources,): exclusive end of each source's row numbers
-        # An incomplete last pass over a source reads a random selection of its rows, not its first rows. The selection
-        # is the same in every epoch.
+        # an incomplete last pass over a source reads a random selection of its rows, which is the same in every epoch
         self.last_pass = [np.random.default_rng(0).permutation(len(rows)) for rows in self.parts]
 
     def __len__(self) -> int:
@@ -171,7 +170,7 @@ class Mixed(Rows):
         return {"mix": [list(row) for row in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
 
     def describe(self) -> Iterator[str]:
-        """Yields a description of each source: its share of the labels and its passes per epoch."""
+        """Yields a description of each source: its share of the labels, and the number of passes over it per epoch."""
         tokens = np.array(self.counts) * self.per_row
         shares = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
         for name, share, typed, count, rows in zip(

@@ -1,9 +1,9 @@
 """Defines how training opens a data source, that is, turns its documents into rows of tokens.
 
 The documents of a `StoredSource` are tokenized into the token store once. `Mix`, `Stream` and `Random` define `opened`
-themselves. `training/build.py` opens one source per run, and `mix.py` opens every source of a mixture. If data.val_path
-names several validation sets, `build.py` creates a source for each set, opens only the first one, and gets the
-validation tokens of the others from `token_store.held_out`.
+themselves. `training/build.py` opens one source per run; if this source is a mixture, `mix.py` opens every source of
+the mixture. If data.val_path names several validation sets, `build.py` creates a source for each set, opens only the
+first source, and gets the validation tokens of the other sources from `token_store.held_out`.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,10 @@ class RowSettings(NamedTuple):
         seq_len: maximum number of input tokens of a row. Only rows with packing=padded may be shorter.
         bpe_size: vocabulary size of the tokenizer that is trained on the source if `tokenizer` is None. Random tokens
             ignore this size.
-        tokenizer: the model's tokenizer; None: train one. A stream cannot be opened with None.
-        special_tokens: special tokens of the trained tokenizer, besides the end-of-text token.
+        tokenizer: the model's tokenizer, whose chat template and begin-of-text token `opened` sets as the source
+            requires (`dress`); None: train one. A stream cannot be opened with None.
+        special_tokens: special tokens of the trained tokenizer, besides the end-of-text token and the special tokens of
+            a chat format.
     """
 
     cache_dir: Path
@@ -75,8 +77,8 @@ class Openable(Source):
 
 
 def source_class(target: str) -> type[Openable]:
-    """Returns the source class that a `_target_` names, or `Openable` if it names anything else, such as a function
-    that creates a source."""
+    """Returns the source class that a `_target_` names, or `Openable` if the `_target_` names anything else, such as a
+    function that creates a source."""
     target = get_object(target)
     return target if isinstance(target, type) and issubclass(target, Openable) else Openable
 
@@ -107,5 +109,5 @@ class StoredSource(Openable):
         return Opened(tokens, train, {"": val})
 
     def rows(self, split: Split, seq_len: int, name: SplitName) -> Rows:
-        """Makes the rows of a split."""
+        """Returns the rows of a split. Raises: Refused: see `packing.rows`."""
         return rows(split, seq_len, self.packing, self.too_long, name)

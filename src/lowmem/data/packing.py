@@ -2,8 +2,8 @@
 
 - `joined` concatenates all documents and cuts the result into full rows. Rows need no padding, but tokens also attend
   to unrelated documents before their own document in the row.
-- `documents` packs documents into rows without dividing them (best fit decreasing). The position ids start at 0 in each
-  document, so tokens attend only to their own document (`model/packed_attention.py`).
+- `documents` packs documents into rows by best fit decreasing. A document that fits into a row is not divided. The
+  position ids start at 0 in each document, so tokens attend only to their own document (`model/packed_attention.py`).
 - `padded` gives each document its own row, which is padded at its end to the length of the longest row of the global
   micro-batch (of all devices). In a causal model, padding at the end does not influence the tokens before it, so
   `padded` needs no attention mask. But the model also computes the padding.
@@ -14,9 +14,9 @@ document into several pieces without losing labels: the label of a piece's last 
 piece. Position ids start at 0 in each piece, so a piece is computed without the pieces before it. `drop` leaves the
 document out, and `refuse` raises Refused.
 
-Best fit decreasing (Johnson et al. 1974) places the pieces, the longest first, each in the row with the smallest
-sufficient free space. No loop over rows is needed to find this row: bit r of an integer is set if a row with exactly r
-free tokens exists.
+Best fit decreasing (Johnson et al. 1974) takes the pieces in order of length, the longest first, and places each in the
+row with the smallest sufficient free space. No loop over rows is needed to find this row: bit r of an integer is set if
+a row with exactly r free tokens exists.
 """
 
 import hashlib
@@ -40,15 +40,17 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-POOL = 4096  # number of rows that are sorted by length together; a larger pool needs less padding, but shuffles less
-AT_ONCE = 1 << 22  # tokens whose label bits are unpacked at once
-SAMPLES, SAMPLE = 64, 1 << 14  # number of samples that identify a text, and tokens per sample
+# number of sequences that are sorted by length together; a larger pool needs less padding, but shuffles less
+POOL = 4096
+AT_ONCE = 1 << 22  # number of tokens whose learned bits are unpacked at once
+SAMPLES, SAMPLE = 64, 1 << 14  # maximum number of samples in the digest of a split, and tokens per sample
 FILLER = 0  # a token id that every vocabulary has
 
 
 class NothingToLearn(Refused):
-    """Raised if a split has no token in the loss. Args: where: end of the message's first clause, such as " at
-    seq_len=512"; report: counts of included, cut and dropped documents (or pairs or rated answers)."""
+    """Raised if a split has nothing to learn: no document (or rated answer) has a label or, for pairs, no pair has
+    labels in both answers. Args: where: end of the message's first sentence, such as " at seq_len=512"; report: counts
+    of included, cut and dropped documents (or pairs or rated answers)."""
 
     def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
         super().__init__(
@@ -59,9 +61,9 @@ class NothingToLearn(Refused):
 
 
 class TooLong(Refused):
-    """Raised with too_long=refuse if a document, pair or rated answer is too long. Args: document: index, within the
-    split, of the first document that is too long. For pairs, the index of the chosen answer's document in the first
-    pair that is too long."""
+    """Raised with too_long=refuse if a document, pair or rated answer is too long. Args: document: index within the
+    split: of the first document or rated answer that is too long, or of the chosen answer in the first pair that is too
+    long."""
 
     def __init__(self, message: str, document: int) -> None:
         super().__init__(message)
@@ -73,7 +75,7 @@ class Joined(Rows):
     and its labels are the T tokens from i*T + 1 on. An incomplete last row is left out.
 
     Raises:
-        Refused: the split has less than seq_len + 1 tokens, or no token to learn.
+        Refused: the split has fewer than seq_len + 1 tokens, or no learned token.
     """
 
     counted = "sequences"
@@ -100,7 +102,7 @@ class Joined(Rows):
 
     @cached_property
     def order(self) -> dict:
-        """Returns a digest of the split, since other data may have an equal number of rows."""
+        """Returns a digest of the split, because different data may have equally many rows."""
         return {"text": _digest(self.split)}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -122,7 +124,7 @@ class Pieces(NamedTuple):
     """The pieces of a split. A piece is a document or a part of a document, and fits into a row."""
 
     starts: np.ndarray  # (pieces,) int64: index of the first token in the split's ids
-    lengths: np.ndarray  # (pieces,) int64
+    lengths: np.ndarray  # (pieces,) int64: number of tokens
     last: np.ndarray  # (pieces,) bool: True if the piece ends its document
 
     def chosen(self, which: np.ndarray) -> "Pieces":
@@ -130,8 +132,9 @@ class Pieces(NamedTuple):
 
 
 class _Apart(Rows):
-    """The base class of `Documents` and `Padded`. It stores the pieces to learn from, that is, without dropped
-    documents and without pieces that have no label. `report` counts included, cut and dropped documents."""
+    """The base class of `Documents` and `Padded`. `pieces` contains the pieces to learn from, that is, neither dropped
+    documents nor pieces without a label. `report` counts included, cut and dropped documents (in the subclasses of
+    `pairs.py` and `rated.py`: pairs or rated answers)."""
 
     filler = True
 
@@ -145,8 +148,8 @@ class _Apart(Rows):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Returns the length of each unit in tokens, (units,). Units are packed, or sorted, by this length. Here a unit
-        is a piece; in `pairs.py` it is a pair, and in `rated.py` a rated answer."""
+        """Returns the length of each unit in tokens, (units,), by which units are packed or sorted. Here a unit is a
+        piece; in `pairs.py` it is a pair, and in `rated.py` a rated answer."""
         return self.pieces.lengths
 
     @property
@@ -242,19 +245,19 @@ class Padded(_Apart):
         return len(self.lengths)
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Sorts rows by length within pools of POOL rows, and shuffles the resulting global micro-batches. An
+        """Sorts sequences by length within pools of POOL sequences, and shuffles the resulting global micro-batches. An
         incomplete global micro-batch stays at the end. The pools depend only on the permutation, but `rows_per_step`
-        decides which rows are batched together. So a resumed run must keep the product of batch size and number of
+        decides which sequences are batched together. So a resumed run must keep the product of batch size and number of
         devices (`grouping`)."""
         lengths = self.lengths
         pools = [permutation[at : at + POOL] for at in range(0, len(permutation), POOL)]
-        # pools are sorted in alternating directions, so that a micro-batch across two pools does not mix long and short
-        # rows
+        # pools are sorted in alternating directions, so that a micro-batch with sequences of two pools does not mix
+        # long and short sequences
         ordered = np.concatenate(
             [pool[np.argsort(lengths[pool] * (-1) ** number, kind="stable")] for number, pool in enumerate(pools)]
         )
-        full = len(ordered) // rows_per_step * rows_per_step  # rows of full global micro-batches
-        # the seed is the start of the permutation, so the order differs between epochs
+        full = len(ordered) // rows_per_step * rows_per_step  # sequences in full global micro-batches
+        # the seed consists of the first numbers of the permutation, so the order differs between epochs
         turns = np.random.default_rng(permutation[:4]).permutation(full // rows_per_step)
         return np.concatenate([ordered[:full].reshape(-1, rows_per_step)[turns].ravel(), ordered[full:]])
 
@@ -275,10 +278,13 @@ PACKINGS = {"joined": Joined, "documents": Documents, "padded": Padded}
 
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> Rows:
-    """Returns rows of at most `seq_len` tokens. Args: name: name of the split, train or val.
+    """Returns rows of at most `seq_len` tokens. Except with packing=joined, logs the numbers of documents and rows.
+
+    Args:
+        name: name of the split, train or val.
 
     Raises:
-        Refused: the split has no row or no token to learn; with too_long=refuse, a document is too long; or the packed
+        Refused: the split has no row or no label; with too_long=refuse, a document is too long; or the packed
             order cannot be written to cache_dir.
     """
     if packing == "joined":
@@ -289,10 +295,11 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
 
 
 def describe_split(report: Mapping, name: str, packing: str, unit: str = "document") -> str:
-    """Returns a sentence with the numbers of documents and rows of a split, and of documents that were cut or left out.
+    """Returns a sentence for the log with the numbers of documents and rows of a split, the share of the rows' tokens
+    that is filled (if known), and the numbers of documents that were cut or dropped.
 
     Args:
-        unit: the name of a counted item, such as document or pair.
+        unit: the singular name of a counted item, such as document or pair.
     """
     left_out = {
         "cut (longer than a row)": report["cut"],
@@ -320,8 +327,8 @@ def with_positions(data: Mapping) -> bool:
 
 
 def _sources(data: Mapping) -> Iterator[Mapping]:
-    """Yields the arguments of a single source, or of each source of a mixture. Arguments without `packing` are left
-    out."""
+    """Yields the arguments of a single source, or of each source of a mixture. Sources without an argument `packing`
+    are left out."""
     if "packing" in data:
         yield data
     for source in data.get("parts", {}).values():
@@ -329,12 +336,13 @@ def _sources(data: Mapping) -> Iterator[Mapping]:
 
 
 def pieces(split: Split, seq_len: int, too_long: str, name: str) -> tuple[Pieces, dict]:
-    """Returns the pieces to learn from, in the split's order, and numbers of documents: included (key `documents`),
-    `cut`, dropped because of their length (`too_long`), and dropped because they have no label (`nothing_to_learn`).
+    """Returns the pieces to learn from, in the split's order, and a dict with numbers of documents: included
+    (`documents`), cut (`cut`), dropped because of their length (`too_long`), and dropped because they have no label
+    (`nothing_to_learn`).
 
     Raises:
         TooLong: with too_long=refuse, a document is too long.
-        NothingToLearn: no piece has a token to learn.
+        NothingToLearn: no piece has a label.
     """
     ends = np.asarray(split.ends, np.int64)
     lengths = np.diff(ends, prepend=0)
@@ -372,7 +380,7 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
 
 
 def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
-    """Returns the number of labels of each piece that count in the loss, (pieces,)."""
+    """Returns for each piece the number of labels that count in the loss, (pieces,)."""
     known = cut.lengths - cut.last
     if split.learned_bits is None:
         return known
@@ -381,8 +389,7 @@ def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
 
 
 def _learned_before(split: Split, points: np.ndarray) -> np.ndarray:
-    """Returns the number of learned tokens before each of `points`, which are ascending indices of tokens. Unpacks the
-    bits of AT_ONCE tokens at a time."""
+    """Returns the number of learned tokens before each of `points`, which are ascending indices of tokens."""
     counts, total = np.empty(len(points), np.int64), 0
     for start in range(0, len(split.ids) + 1, AT_ONCE):
         stop = min(start + AT_ONCE, len(split.ids))
@@ -396,12 +403,12 @@ def _learned_before(split: Split, points: np.ndarray) -> np.ndarray:
 def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """Packs units (pieces or pairs) into rows by best fit decreasing.
 
-    Units of equal length are placed in random order, with a fixed seed. Otherwise documents that are adjacent in the
-    data would often share a row.
+    Units of equal length are placed in random order, with a fixed seed. Otherwise units that are adjacent in the data
+    would often share a row.
 
     Args:
         lengths: (units,): the length of each unit, at most `room`.
-        room: tokens of a row.
+        room: number of tokens in a row.
 
     Returns:
         The indices of the units, row by row, (units,), and the number of units up to the end of each row, (rows,).
@@ -430,8 +437,8 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _digest(split: Split) -> str:
-    """Returns a digest of where documents end, in tokens and in bytes of text, and of samples of tokens across the
-    split. (Reading all tokens would take seconds, and memory for their pages.)"""
+    """Returns a digest of the ends of documents, in tokens and in bytes of text, and of samples of tokens across the
+    split. (A digest of all tokens would take seconds, and memory for their pages.)"""
     digest = hashlib.sha256()
     for lengths in (split.ends, split.text_bytes):
         digest.update(np.ascontiguousarray(lengths))

@@ -6,8 +6,8 @@ row; the two rows of a pair are adjacent. `PackedPairs` fills rows with complete
 micro-batches or devices, since its loss depends on both answers. `rated.py` makes rows of rated answers, whose loss
 does not compare the two answers of a pair.
 
-A batch contains the number of labels of each answer, so that pairs can be counted without reading their tokens. For
-losses with a reference model, a batch also contains the log-probabilities of the answers under this model
+A micro-batch contains the number of labels of each answer, so that pairs can be counted without reading their tokens.
+For losses with a reference model, a micro-batch also contains the log-probabilities of the answers under this model
 (`training/reference.py`).
 """
 
@@ -44,8 +44,8 @@ class AnswerBatch(MicroBatch):
 
     @property
     def compared(self) -> tuple[Self, ...]:
-        """Returns the batches for which the reference model computes log-probabilities. Together they fill the two
-        columns of `AnswerRows.reference`."""
+        """Returns the micro-batches for which the reference model computes log-probabilities, which together fill the
+        two columns of `AnswerRows.reference`."""
         return (self,)
 
     @property
@@ -56,8 +56,7 @@ class AnswerBatch(MicroBatch):
     @property
     def answers(self) -> Tensor:
         """Returns for each token the index of its answer in the flattened `lengths`, (B, T). The filler after the last
-        answer of a row has no labels, and gets the row's next index, or its last index if the answers of the row use
-        all indices."""
+        answer of a row, which has no labels, gets the row's next index, or the row's last index if all are in use."""
         rows, in_a_row = self.lengths.shape
         first = torch.arange(rows, device=self.labels.device)[:, None] * in_a_row
         if self.position_ids is None:
@@ -80,7 +79,7 @@ class PairBatch(AnswerBatch):
 
 @dataclass(frozen=True, eq=False)
 class PackedPairBatch(PairBatch):
-    """A micro-batch whose rows contain complete pairs, so each pair stays on one device."""
+    """A micro-batch of pairs in which each row contains one or several complete pairs."""
 
     ROWS: ClassVar[int] = 1
 
@@ -92,13 +91,13 @@ class PackedPairBatch(PairBatch):
 class AnswerRows:
     """The base class of rows of answers. It counts, cuts and drops units (pairs or rated answers) instead of single
     documents, so both documents of a pair are kept or dropped together. If a unit is cut (too_long=cut), each of its
-    documents is truncated to at most `_room` tokens. Of the rest, only the first token is used, as the label of the
-    last input."""
+    documents is truncated to at most `_room` tokens. The first removed token is still used, as the label of the last
+    input."""
 
     fits: str  # description, in messages, of the tokens that must fit into seq_len
     batch: type[AnswerBatch]
-    # log-probabilities under the reference model, (units, 2) fp64 (see `CausalLM.predict_step`); NaN: not computed yet;
-    # None: the loss has no reference model
+    # log-probabilities under the reference model, (units, 2) fp64 (columns: see `CausalLM.predict_step`); NaN: not
+    # computed yet; None: the loss has no reference model
     reference: np.ndarray | None = None
 
     @classmethod
@@ -121,12 +120,14 @@ class AnswerRows:
 
     def _chosen(self, name: str) -> tuple[Pieces, dict]:
         """Returns the pieces of the included units, ANSWERS consecutive pieces per unit, and counts of included, cut
-        and dropped units. Also sets two arrays of shape (included units, ANSWERS): `labels`, the number of labels of
-        each answer, and `numbers`, the index of each answer's document.
+        and dropped units. A unit is included if each of its answers has a label. Also sets two attributes, arrays of
+        shape (included units, ANSWERS): `labels`, the number of labels of each answer, and `numbers`, the index of each
+        answer's document in the split.
 
         Raises:
             TooLong: with too_long=refuse, a unit is too long.
-            Refused: no unit has a label in each of its answers, or `_documents` raises Refused.
+            NothingToLearn: no unit is included.
+            Refused: see `_documents`.
         """
         ends = np.asarray(self.split.ends, np.int64)
         lengths = np.diff(ends, prepend=0)
@@ -178,7 +179,7 @@ class _Pairs(AnswerRows):
         """Returns the indices of both documents of each pair, (pairs, 2).
 
         Raises:
-            Refused: some records have a single rated answer, and not a pair.
+            Refused: some records have a single rated answer instead of a pair.
         """
         if rated := int((lengths == 0).sum()):
             raise Refused(
@@ -189,10 +190,10 @@ class _Pairs(AnswerRows):
         return np.arange(len(lengths)).reshape(-1, 2)
 
     def _batch(self, tokens: MicroBatch, pairs: np.ndarray) -> PairBatch:
-        """Returns a batch of pairs: `tokens` with `lengths` and `reference`.
+        """Returns a micro-batch of pairs: `tokens` with `lengths` and `reference`.
 
         Args:
-            pairs: indices of the pairs in each row, (B, K / 2), or (B / 2, 1) if each pair has two rows; -1: no pair.
+            pairs: indices of the pairs in each row, (B, K / 2); if each pair has two rows, (B / 2, 1). -1: no pair.
         """
         real, rows = pairs[..., None] >= 0, len(tokens.input_ids)
         lengths = np.where(real, self.labels[pairs], 0).reshape(rows, -1)
@@ -204,7 +205,8 @@ class _Pairs(AnswerRows):
 
 class PaddedAnswers(AnswerRows, Padded):
     """The base class of rows with one answer each. Rows are padded to the longest row of the global micro-batch. An
-    index selects a unit: the row of a rated answer, or both rows of a pair."""
+    index selects a unit: the row of a rated answer, or both rows of a pair. The length of a pair is the length of its
+    longer row."""
 
     fits = "prompt and answer"
 
@@ -220,16 +222,16 @@ class PaddedAnswers(AnswerRows, Padded):
         return self.pieces.lengths.reshape(-1, self.batch.ANSWERS).max(1)
 
     def units_of(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the units of these rows, (units,), in the order in which a batch contains them."""
+        """Returns the units at these indices, (units,), in the order in which `micro_batch` puts them."""
         return np.asarray(indices)
 
     def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the rows sorted by length, the longest first."""
+        """Returns these indices sorted by length, the longest first."""
         return indices[np.argsort(-self.lengths[indices], kind="stable")]
 
 
 class PaddedPairs(_Pairs, PaddedAnswers):
-    """Pairs with one row for each answer. An index selects a pair, that is, two rows."""
+    """Pairs with one row for each answer."""
 
     batch = PairBatch
 
@@ -239,7 +241,8 @@ class PaddedPairs(_Pairs, PaddedAnswers):
 
 
 class PackedPairs(_Pairs, Documents):
-    """Rows that are filled with complete pairs."""
+    """Rows that are filled with complete pairs. An index selects a row. The length of a pair is the sum of the lengths
+    of its two pieces."""
 
     fits, batch, stored_as = "both answers, each with its prompt", PackedPairBatch, "pairs"
 
@@ -282,8 +285,8 @@ def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> 
         name: name of the split, train or val.
 
     Raises:
-        Refused: see `AnswerRows._chosen` and `_Pairs._documents`; or pairs do not support this packing, or packed rows
-            cannot be written to cache_dir.
+        Refused: see `AnswerRows._chosen` and `_Pairs._documents`; or pairs do not support this packing, or the packed
+            order cannot be written to cache_dir.
     """
     made = rows_class(packing)(split, seq_len, too_long, name)
     log.info(describe_split(made.report, name, packing, "pair"))

@@ -1,7 +1,7 @@
 """Makes rows of random tokens (`data=random`). With them, a run's memory and speed can be measured without a corpus, a
 pretrained tokenizer or network access.
 
-Row i of a split is drawn from the seed (seed, split, i) each time it is read, so no tokens are stored. A model cannot
+Row i of a split is drawn with the seed (seed, split, i) each time it is read, so no tokens are stored. A model cannot
 learn to predict random tokens, so the validation loss stays at about the logarithm of the vocabulary size, or above.
 """
 
@@ -23,7 +23,8 @@ class Random(Openable):
     """A source of random tokens.
 
     Args:
-        rows, val_rows: rows per epoch, and rows of the validation split.
+        rows: number of rows per epoch.
+        val_rows: number of rows of the validation split.
         seed: seed of the random tokens.
     """
 
@@ -33,7 +34,7 @@ class Random(Openable):
     name: str = "random"
 
     def key(self) -> list:
-        """Returns an empty cache key, since the tokenizer does not depend on the data."""
+        """Returns an empty cache key, because the trained tokenizer does not depend on the data."""
         return []
 
     def size(self, split: str) -> int:

@@ -6,10 +6,10 @@ with the undesirable answer. A pair has both answers. If a record has a single r
 answer is empty. So each document with tokens is a rated answer: desirable if the document's index is even, undesirable
 if it is odd.
 
-KTO compares the reward of an answer with the rewards of mismatched answers. So a batch has two rows for each answer: a
-row with the answer after its own prompt, and a mismatched row, in which the same prompt is followed by the answer to
-the next different prompt of the split. The mismatched row of an answer is the same in every epoch, so a reference model
-computes its log-probability only once. Mismatched rows are computed without gradients.
+KTO compares the reward of an answer with the rewards of mismatched answers. So a micro-batch has two rows for each
+answer: a row with the answer after its own prompt, and a mismatched row, in which the same prompt is followed by the
+answer to the next different prompt of the split. The mismatched row of an answer is the same in every epoch, so the
+reference model computes its log-probability only once. Mismatched rows are computed without gradients.
 """
 
 import logging
@@ -29,7 +29,7 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-ONE_KIND = {  # split -> the end of the warning if all answers have the same rating
+ONE_KIND = {  # split -> end of the warning that all its answers have the same rating
     "train": "so the loss has nothing to contrast them with. Check data.label=, add answers of the other kind, or "
     "train on desirable answers with data=jsonl or data=chat.",
     "val": "so metrics of the other kind stay empty and early_stop.watch=accuracy never stops the run. Type "
@@ -58,7 +58,7 @@ class RatedBatch(AnswerBatch):
 
     @property
     def mismatched(self) -> Self:
-        """Returns a batch that consists of the mismatched rows."""
+        """Returns a micro-batch that consists of the mismatched rows."""
         return RatedBatch(
             self.mismatched_ids,
             self.mismatched_labels,
@@ -74,17 +74,17 @@ class RatedBatch(AnswerBatch):
 
 
 class Answer(NamedTuple):
-    """The tokens of an answer."""
+    """The tokens after a prompt."""
 
     ids: np.ndarray  # (tokens,)
-    learned: np.ndarray  # (tokens,) bool
+    learned: np.ndarray  # (tokens,) bool: True if the token is in the loss
 
 
 class RatedAnswers(PaddedAnswers):
     """Rows of rated answers. Each answer has a row, and a mismatched row that `micro_batch` makes on demand.
 
     Raises:
-        Refused: see `AnswerRows._chosen`; or all prompts are equal, so there is no mismatched answer.
+        Refused: see `AnswerRows._chosen`; or all prompts are equal, so that no answer is mismatched.
     """
 
     batch = RatedBatch
@@ -136,8 +136,8 @@ class RatedAnswers(PaddedAnswers):
         )
 
     def _mismatched(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns the inputs and the labels of the mismatched rows of these answers, (B, S) each. Rows are cut to
-        `seq_len` tokens."""
+        """Returns the inputs and the labels of the mismatched rows of these answers, (B, S) each. Longer rows are cut
+        to `seq_len` tokens, whatever data.too_long is."""
         rows = []
         for unit in indices.tolist():
             (prompt, _), (_, answer) = self._read(unit), self._read(self._next_prompt(unit))
@@ -153,17 +153,17 @@ class RatedAnswers(PaddedAnswers):
         return torch.from_numpy(ids), torch.from_numpy(labels)
 
     def _read(self, unit: int) -> tuple[np.ndarray, Answer]:
-        """Returns the tokens of a unit's prompt, which are all tokens before the first label, and the answer that
-        follows."""
+        """Returns the tokens of a unit's prompt, which are all tokens before the first learned token, and the answer
+        that follows."""
         start, length, last = (array[unit] for array in self.pieces)
-        stop = start + length + (not last)  # a cut answer: also read the next token, the label of the last token
+        stop = start + length + (not last)  # of a cut answer, also the next token, which is the last label
         ids, learned = self.split.ids[start:stop], self.split.learned(start, stop)
         begin = 1 + int(learned[1:].argmax())  # the first token is never a label
         return ids[:begin], Answer(ids[begin:], learned[begin:])
 
     def _next_prompt(self, unit: int) -> int | None:
         """Returns the index of the next answer, in stored order with wrap-around, whose prompt differs from the prompt
-        of `unit`; None if all prompts are equal. The result is cached in `_others`."""
+        of `unit`; None if all prompts are equal. Caches the result in `_others`."""
         prompt, passed = self._read(unit)[0], []
         while self._others[unit] < 0:
             passed.append(unit)
@@ -178,7 +178,7 @@ class RatedAnswers(PaddedAnswers):
 
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> RatedAnswers:
-    """Returns rows of rated answers.
+    """Returns rows of rated answers, and logs their numbers.
 
     Args:
         name: name of the split, train or val.

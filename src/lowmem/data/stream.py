@@ -3,13 +3,14 @@ that the interrupted run would have read next.
 
 Records are read in the order of the stream, in blocks of `data.block` records. The documents of a block are packed into
 rows, and the rows of the block are permuted by (seed, epoch, number of the block). A second thread runs
-`Stream.blocks`: it reads, tokenizes and packs the next block while the training thread uses a block.
+`Stream.blocks`: it reads, tokenizes and packs the next block while the training thread uses a block. With several
+devices, each process reads the complete stream and keeps the rows of its device.
 
-A position contains the stream's state before a block, and the number of rows of this block that were used. A resumed
-run loads the state and reads the block again. With packing=joined, the tokens at the end of a block that do not fill a
-row begin the next block. The state contains these tokens (at most `seq_len`) and a few numbers. The shuffle buffer of
-`datasets` is not used, because the stream's state does not include the buffer's contents: a resumed run would skip the
-records that were in the buffer.
+A position contains the state of the stream before a block, and the number of rows of this block that were used. A
+resumed run loads the state and reads the block again. With packing=joined, the tokens at the end of a block that do not
+fill a row begin the next block. The state consists of these tokens (at most `seq_len`), the number of the block, and
+the state of the reader, which is a few numbers. The shuffle buffer of `datasets` is not used, because the state of the
+reader does not include the buffer's contents: a resumed run would skip the records that were in the buffer.
 """
 
 import logging
@@ -37,10 +38,13 @@ class Stream(Openable):
     """A streamed source, which `sources/hub.py` creates with data.streaming=true.
 
     Args:
-        records: provides the reader and the encoder of the data set.
+        records: the same source without streaming. It provides the reader and the encoder.
         block: number of records in a block. The rows of a block are permuted together.
         val_rows: number of validation records. They are the first records of the validation split. Without a validation
             split, they are the first records of the training split, and training skips them.
+
+    Raises:
+        Refused: packing=padded.
     """
 
     name, streams = "hub", True
@@ -69,14 +73,14 @@ class Stream(Openable):
         val = _split(self.documents(read, 0, "val"))
         rows = self.rows(val, "val")
         self._tell("val", rows.report)
-        self.records.forget("val")  # the notes were logged in `_tell`
+        self.records.forget("val")  # `_tell` has logged the notes
         return Opened(
             Tokens(NOTHING, val, self.tokenizer, template_digest(self, self.tokenizer)), Blocks(self), {"": rows}
         )
 
     def documents(self, rows: list[dict], before: int, name: SplitName) -> list[Encoded]:
-        """Tokenizes rows of the data set, and returns their documents. Args: rows: consecutive rows of a split; before:
-        number of the split's rows before `rows`, for the row numbers in messages."""
+        """Tokenizes records, and returns their documents. Args: rows: consecutive records of a split; before: number of
+        the split's records before `rows`, for the row numbers in messages."""
         split = self.table.splits[name] or self.table.splits["train"]
         records = (self.table.record(row, split, number) for number, row in enumerate(rows, before + 1))
         return list(self.records.documents(records, name, self.tokenizer))
@@ -88,8 +92,8 @@ class Stream(Openable):
 
     def blocks(self, state: dict | None) -> Iterator["RowBlock"]:
         """Yields the blocks of an epoch, without blocks that give no rows (`rows_if_any`). Args: state: the state of
-        the stream from which to continue; None: begin an epoch. If the first rows of the training split are validation
-        rows, the epoch begins after them."""
+        the stream from which to continue; None: begin an epoch. If the first records of the training split are held out
+        for validation, the epoch begins after these records."""
         stream = self.table.rows(self.table.splits["train"], state and state["stream"])
         held_out = self.val_rows if self.table.val_from_train else 0
         rows_to_read = islice(stream, 0 if state else held_out, None)
@@ -112,14 +116,14 @@ class Stream(Openable):
             self._tell(f"{title} {seen:,}", counts)
 
     def _read(self, rows: Iterator[dict]) -> list[dict]:
-        """Returns the next rows, at most `block`. Raises: Refused: the stream cannot be read, for example because the
-        network failed."""
+        """Returns the next records, at most `block`. Raises: Refused: the stream cannot be read, for example because
+        the network failed."""
         with self.table.reached():
             return list(islice(rows, self.block))
 
     def rows_if_any(self, split: Split) -> tuple[Rows | None, dict]:
         """Returns the rows of a block and counts of its documents. Returns None in place of the rows if the block has
-        no token to learn or, with packing=joined, does not fill a row."""
+        nothing to learn (`NothingToLearn`) or, with packing=joined, does not fill a row."""
         if len(split.ids) <= (self.seq_len if self.packing == "joined" else 0):
             return None, {}
         try:
@@ -149,8 +153,9 @@ def _split(documents: list[Encoded]) -> Split:
 
 
 def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]:
-    """Returns the tokens at the end of a block that do not fill a row: a list with (ids, learned, 0) for each document
-    or part of a document. These are plain numbers, for a checkpoint. The tokens begin the next block."""
+    """Returns the tokens at the end of a block that do not fill a row, as plain numbers for a checkpoint. Each document
+    or part of a document is a tuple (ids, learned, text_bytes), the arguments of `Encoded`. `text_bytes` is 0, because
+    training does not use it."""
     start = max(0, len(split.ids) - 1) // seq_len * seq_len
     edges = [start, *split.ends[split.ends > start].tolist()]
     return [(split.ids[a:b].tolist(), split.learned(a, b).tolist(), 0) for a, b in pairwise(edges)]
@@ -158,7 +163,7 @@ def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]
 
 class RowBlock(NamedTuple):
     """The rows of a block. Args: state: the state of the stream before this block; None for the first block of an
-    epoch; number: index of the block in its epoch."""
+    epoch; number: index of the block in its epoch, which also counts blocks without rows."""
 
     state: dict | None
     number: int
@@ -166,8 +171,8 @@ class RowBlock(NamedTuple):
 
 
 class Blocks(Rows):
-    """The rows of a stream. Their number is unknown, and they can be read only block by block, in the order of the
-    stream."""
+    """The training rows of a stream. Their number is unknown. `StreamLoader` reads them block by block, in the order of
+    the stream."""
 
     numbered = False
 
@@ -195,8 +200,8 @@ class StreamLoader(WindowLoader):
         )
 
     def described(self, start: Position, end: Position) -> str:
-        """Returns a description of the window from `start` to `end`. It does not list rows, because rows of a stream
-        have no numbers."""
+        """Returns a description of the window from `start` to `end`, without the indices of its rows, because rows of a
+        stream have none."""
         return f"window {start.window + 1} of the stream (epoch {start.epoch})"
 
     def __iter__(self) -> Iterator[Window]:

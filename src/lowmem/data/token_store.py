@@ -1,10 +1,10 @@
 """Tokenizes a source once, stores the token ids on disk, and memory-maps them afterwards.
 
 The cache key is a digest of the source's content (the bytes of every file, or the commit of a data set of the hub), of
-the settings that change the tokens, and of the tokenizer. The tokens take 2 or 4 bytes of disk per token and 16 bytes
-per document, and one more bit per token if some tokens are not in the loss. Host memory contains only the pages that
-were read. While the cache is written, only a few MB of text are in memory at a time (with data=hub, also a parquet row
-group).
+the settings that change the tokens, and of the tokenizer. On disk, a split takes 2 or 4 bytes per token, 16 bytes per
+document and, if some tokens are not in the loss, another bit per token. Of the memory-mapped files, host memory
+contains only the pages that were read. While the cache is written, only a few MB of text are in memory at a time (for
+data sets that `datasets` reads, also a parquet row group).
 """
 
 import hashlib
@@ -30,21 +30,22 @@ log = logging.getLogger(__name__)
 
 FORMAT = 5  # increase it when the format of stored data changes
 END_OF_TEXT = "<|endoftext|>"
-COUNTED_AT_ONCE = 1 << 20  # tokens; as Python strings they take about 100 MB
+# maximum number of tokens whose bytes `val_bytes` counts at once; as Python strings they take about 100 MB
+COUNTED_AT_ONCE = 1 << 20
 # Maximum bytes of a word in the training of a BPE. Every merge scans all words that contain the merged pair, so a word
 # of 2 MB takes minutes. Split into pieces of 256 bytes, the same word takes 6 s. The longest word in Python's standard
 # library has 80 bytes.
 LONGEST_WORD = 256
-# Characters of text on which a BPE is trained (see `_spread`). More text would hardly change the merges, but would take
-# more memory for the table of words.
+# Number of characters of text, at most about this many, on which a BPE is trained (see `_spread`). More text would
+# hardly change the merges, but would take more memory for the table of words.
 LEARNED_FROM = 1 << 27
-LOOKED_AT = 10_000  # maximum distinct validation documents that are searched for in the training text
+LOOKED_AT = 10_000  # maximum number of distinct validation documents that are searched for in the training text
 
 
 @dataclass(frozen=True)
 class Split:
     """The tokens of a split: its concatenated documents, including the tokens that begin and end each document. The
-    arrays are memory-mapped; the arrays of a stream are in memory.
+    arrays are memory-mapped, or in memory for a stream.
 
     Args:
         ids: (tokens,) uint16 or uint32.
@@ -105,13 +106,15 @@ def tokenize(
 
     Args:
         vocab_size: vocabulary size of the byte-level BPE that is trained on the training text if `tokenizer` is None.
-        tokenizer: encodes the documents; None: train a BPE.
-        special_tokens: special tokens of the trained BPE, besides the end-of-text token.
+        tokenizer: encodes the documents, after `dress` has set its chat template and begin-of-text token as the source
+            requires; None: train a BPE.
+        special_tokens: special tokens of the trained BPE, besides the end-of-text token and the special tokens of the
+            source's chat format.
 
     Raises:
-        Refused: a file or data set cannot be read, a record cannot be used and data.skip_bad is false, a split has no
-            text, more than half of the compared validation documents are also training documents, a file changed while
-            it was read, or the cache cannot be written.
+        Refused: the data, the tokenizer or the cache cannot be used. For example, a file cannot be read or changed
+            while it was read; a record cannot be used and data.skip_bad is false; a split has no text; more than half
+            of the compared validation documents are also training documents; or the cache cannot be written.
     """
     if tokenizer:
         dress(tokenizer, source)
@@ -128,14 +131,15 @@ def tokenize(
 
 
 def template_digest(source: Source, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns a digest of the chat template that renders a source's conversations, or None if it has no
+    """Returns a digest of the chat template that renders a source's conversations, or None if the source has no
     conversations."""
     return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16] if source.chat else None
 
 
 def held_out(source: Source, cache_dir: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
     """Returns the validation split of a source without tokenizing its training split. If `data.val_path` names several
-    sets, all sets except the first are read with this function."""
+    sets, all sets except the first are read with this function. Args: tokenizer: the tokenizer that encoded the first
+    set."""
     made = _open_or_fill(
         lambda: cache_dir / f"{_key(source, 0, tokenizer)}-val",
         lambda draft: _write(draft, source, 0, tokenizer, (), ("val",)),
@@ -148,11 +152,12 @@ def _open_or_fill(place: Callable[[], Path], write: Callable[[Path], dict]) -> F
 
     Args:
         place: returns the folder, whose name contains the cache key. The name changes if the content of the source
-            changes.
+            changes. Called before and after `write`, to detect changes in between.
         write: writes the files into an empty folder, and returns the metadata.
 
     Raises:
-        Refused: a file changed while it was read, or the folder cannot be written.
+        Refused: the content of the source changed in between, the folder cannot be read or written, or `write` raises
+            Refused.
     """
     folder = place()
 
@@ -196,8 +201,8 @@ def _key(source: Source, bpe: int | list, tokenizer: PreTrainedTokenizerBase | N
 def _identity(tokenizer: PreTrainedTokenizerBase, older: bool) -> list:
     """Returns the values that identify a tokenizer in a cache key. For a fast tokenizer they include the complete
     tokenizer.json, because two tokenizers with the same vocabulary may split words differently. Args: older: True: the
-    source has data.bos=older. Its documents do not contain the tokens that the tokenizer's own call adds, so these
-    tokens are left out of the result."""
+    source has data.bos=older. Then the tokens that the tokenizer's own call adds do not frame the documents, so the
+    result does not include them."""
     around = [] if older else framing_of(tokenizer)[:2]
     how = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     return [how, tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None), *around]
@@ -212,7 +217,7 @@ def _write(
     splits: Sequence[SplitName] = ("val", "train"),
 ) -> dict:
     """Fills a folder with a source's tokens, and returns the metadata: the dtype of the ids, and the source's notes for
-    the log."""
+    the log. If `tokenizer` is None, first trains a BPE and writes it to the folder."""
     log.info("Tokenizing data=%s", source.name)
     if tokenizer is None:
         texts = _spread(source.texts(), source.size("train"))
@@ -233,7 +238,7 @@ def rows_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _spread(texts: Iterable[str], size: int | None) -> Iterator[str]:
-    """Yields the texts on which a BPE is trained: every n-th text, about LEARNED_FROM characters at most. Args: size:
+    """Yields the texts on which a BPE is trained: every n-th text, until they have LEARNED_FROM characters. Args: size:
     bytes of all texts, from which n is computed; None: unknown, n = 1."""
     every, taken = max(1, -(-(size or 0) // LEARNED_FROM)), 0
     for number, text in enumerate(texts):
@@ -246,7 +251,7 @@ def train_tokenizer(
     source: Source, cache_dir: Path, vocab_size: int, special_tokens: Sequence[str]
 ) -> PreTrainedTokenizerFast:
     """Returns a BPE tokenizer that is trained on a source, from the cache if it was trained before. `Mix` and `Random`
-    use this function. (`tokenize` trains and stores the tokenizer of a `StoredSource` together with its tokens.)"""
+    use this function. (For a `StoredSource`, `tokenize` stores the trained tokenizer together with the tokens.)"""
     chat = source.chat
     special_tokens = list(dict.fromkeys([*special_tokens, *(chat.tokens if chat else ())]))
 
@@ -289,13 +294,13 @@ def _write_split(
     document: Callable[[bytes], None],
 ) -> None:
     """Writes the files of a split: the ids of all documents, the ends of documents in tokens and in bytes of text, and
-    the learned bits.
+    the learned bits (unless all tokens are learned).
 
     Args:
         document: called for each document, with the digest of its ids.
 
     Raises:
-        Refused: the split has no text.
+        Refused: the split has no text, or `Source.encoded` raises Refused.
     """
     digest, text = _digest(), 0
     with ExitStack() as stack:
@@ -327,7 +332,8 @@ NO_TOKENS = _digest().digest()  # digest of the empty document in place of a mis
 
 
 def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -> Iterator[Encoded]:
-    """Yields the documents. After 2 s, a terminal shows a progress bar in bytes."""
+    """Yields the documents unchanged. After 2 s, a terminal shows a progress bar. Args: size: bytes of text; None:
+    unknown."""
     with tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
         for document in documents:
             yield document
@@ -363,9 +369,9 @@ class _Bits:
 
 
 class Twice:
-    """Finds validation documents that are also training documents, and so cannot measure generalization. Documents are
-    compared by the digests of their ids; at most LOOKED_AT validation documents are compared. `check` raises Refused if
-    more than half of them are training documents."""
+    """Finds validation documents that are also training documents, and so cannot measure generalization. The first
+    LOOKED_AT distinct validation documents are compared with all training documents, by the digests of their ids.
+    `check` raises Refused if more than half of the compared validation documents are also training documents."""
 
     def __init__(self) -> None:
         self.looked_for: set[bytes] = set()
@@ -389,14 +395,15 @@ class Twice:
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
-    """Returns the number of bytes of the tokens' text. With a byte-level tokenizer, the text may begin and end inside a
-    character, and every byte counts. With other tokenizers, an incomplete character at the end does not count."""
+    """Returns the number of bytes of the text of these tokens. With a byte-level tokenizer, the text may begin and end
+    inside a character, and every byte counts. With other tokenizers, an incomplete character at the end does not
+    count."""
     if not byte_level(tokenizer):
         text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
         return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())
     times = np.bincount(ids)
     different = np.flatnonzero(times)
-    added = tokenizer.get_added_vocab()  # stored literally; in all other tokens each character represents one byte
+    added = tokenizer.get_added_vocab()  # text as it is; in all other tokens each character represents one byte
     tokens = tokenizer.convert_ids_to_tokens(different.tolist())
     return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
 

@@ -7,8 +7,8 @@ from lowmem.config.values import shown
 
 
 class BadRecord(ValueError):
-    """Raised if a record cannot be used, or returned in place of its document. The message describes the error, without
-    the file's name and without a period at its end."""
+    """Raised if a record cannot be used, or returned in place of the record's document. The message describes the
+    error, without the location of the record and without a final period."""
 
 
 def checked(value: object, name: str, empty: bool = False) -> str:
@@ -47,11 +47,12 @@ def names_of(fields: Mapping) -> str:
 
 
 def control(name: str, token: str) -> BadRecord:
-    """Returns the error for a text that contains a control token. Such a token could end a document or a message in the
-    middle of its text.
+    """Returns the error for a text that contains a control token, which could end a document or a message in the
+    middle.
 
     Args:
         name: name of the text in messages.
+        token: the control token.
     """
     return BadRecord(
         f"{name} contains {token}, which the tokenizer reads as a control token; write it differently, for example "

@@ -1,11 +1,12 @@
-"""Makes documents from conversations (`data=chat`). The model learns the assistant's answers, and where each answer
-ends.
+"""Makes documents from conversations: for `data=chat`, for other data with data.messages, and for preference data with
+lists of messages. The model learns the assistant's answers, and where each answer ends.
 
 A conversation is a list of messages, `{"role": ..., "content": ...}`. A chat template renders a conversation to one
-text, or to several texts if it renders an answer differently once later messages follow. Only tokens of the learned
-answers, including the token that ends each answer, count in the loss (`chat_template.py`, `chat_tokens.py`). Templates
-do not report some mistakes, such as a message without a role, a conversation without an answer to learn, or a control
-token in a text. A record with such a mistake becomes a `BadRecord` before it is rendered.
+text, or to several texts if it renders an answer or its context differently once later messages follow. Only tokens of
+the learned answers, including the token that ends each answer, count in the loss (`chat_template.py`,
+`chat_tokens.py`). Templates do not report some mistakes, such as a message without a role, a conversation without an
+answer to learn, or a control token in a text. Records are therefore checked before they are rendered; a record with
+such a mistake becomes a `BadRecord`.
 """
 
 from collections import Counter
@@ -39,6 +40,9 @@ class Chat(Encoder):
         messages: the field with the messages.
         assistant: which answers are learned, all or last.
         template: chatml, or a file with a template; None: the tokenizer's own template.
+
+    Raises:
+        Refused: the template file cannot be read.
     """
 
     def __init__(
@@ -51,11 +55,11 @@ class Chat(Encoder):
         self.source = CHATML if template == "chatml" else template and _read(template)
         self.named = f"data.template={shown(template)}" if template else ""
         self.chat = self
-        # special tokens for a tokenizer that is trained on the conversations: it has no template, so `dress` sets
-        # ChatML
+        # special tokens for a tokenizer that is trained on the conversations. Such a tokenizer has no template, so
+        # `dress` sets ChatML if no template is typed.
         self.tokens = CHATML_TOKENS if self.source in (None, CHATML) else ()
         self.counts: Counter[str] = Counter()
-        self.tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer that `dress` was called with
+        self.tokenizer: PreTrainedTokenizerBase | None = None  # the argument of the last call of `dress`
         self.opened: tuple[PreTrainedTokenizerBase, ChatTokens] | None = None
 
     def key(self) -> list:
@@ -64,8 +68,8 @@ class Chat(Encoder):
         return ["chat", VERSION, *how, self.source, str(TODAY), transformers.__version__]
 
     def text(self, fields: dict) -> str:
-        """Returns the contents of the messages without markup, because a BPE that is trained on the markup would learn
-        it as words."""
+        """Returns the contents of the messages without markup, because a BPE that is trained on text with markup would
+        learn the markup as words."""
         return checked("\n".join(message["content"] for message in messages_of(fields, self.messages)), "a message")
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -152,8 +156,11 @@ class Chat(Encoder):
 def messages_of(fields: dict, name: str) -> Messages:
     """Returns the messages of a record, as copies whose content is text.
 
+    Args:
+        name: name of the field with the messages.
+
     Raises:
-        BadRecord: the field is missing, or the messages have a mistake that templates do not detect.
+        BadRecord: the field is missing, or the messages are invalid.
     """
     if name not in fields:
         raise no_field(fields, name)
@@ -169,7 +176,14 @@ def messages_of(fields: dict, name: str) -> Messages:
 
 
 def _message(number: int, value: object) -> dict[str, Any]:
-    """Returns a copy of a message without null fields. The content is text; it is "" for an answer without content."""
+    """Returns a copy of a message without null fields. The content is text, and empty for an answer without content.
+
+    Args:
+        number: number of the message in messages to the user, from 1.
+
+    Raises:
+        BadRecord: the message is invalid.
+    """
     where = f"message {number}"
     if not isinstance(value, dict):
         raise BadRecord(f"{where} must be an object with role and content, but is {kind(value)}")
@@ -188,7 +202,7 @@ def _message(number: int, value: object) -> dict[str, Any]:
 
 
 def _check_calls(where: str, message: dict) -> None:
-    """Raises BadRecord if the tool calls are not a list, or if a call has no name of a function."""
+    """Raises BadRecord if the tool calls are not a list, or if a call does not name a function."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadRecord(f"the tool_calls of {where} must be a list of calls, but are {kind(calls)}")
@@ -218,7 +232,7 @@ def _answers(messages: Messages, last: bool) -> list[int]:
 
 
 def _content(where: str, content: object) -> str:
-    """Returns a content as text; a list of text parts is joined."""
+    """Returns the content of a message as text. A list of texts and text parts is joined."""
     if isinstance(content, list):
         texts = [
             piece.get("text") if isinstance(piece, dict) and piece.get("type") == "text" else piece for piece in content
@@ -254,8 +268,9 @@ def _check_weights(messages: Messages) -> None:
 
 def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None) -> None:
     """Checks all strings of the messages and tools, except roles. A string must not contain a null character, an
-    unpaired surrogate or one of the template's control tokens (`ChatTemplate.in_text`). With a control token, the text
-    of a user could end the user's message and begin a message of the assistant.
+    unpaired surrogate or a control token (in a message of the assistant: a special token, see
+    `ChatTemplate.in_text`). With a control token, the text of a user could end the user's message and begin a message
+    of the assistant.
 
     Raises:
         BadRecord: a string fails these checks.
@@ -269,7 +284,7 @@ def _check_texts(template: ChatTemplate, messages: Messages, tools: list | None)
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Yields every string in a value, including names of fields."""
+    """Yields every string in a JSON value, including names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

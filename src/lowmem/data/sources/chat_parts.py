@@ -1,4 +1,4 @@
-"""Lists the parts of a conversation, and replaces them by other values. In this way `chat_template.py` finds the parts
+"""Lists the parts of a conversation, and replaces parts by other values, with which `chat_template.py` finds the parts
 that a template drops.
 
 A template may skip a message, or one of two calls, and the text still looks right. So the conversation is rendered
@@ -22,8 +22,8 @@ class MessagePart(NamedTuple):
     """A value of a conversation that a template should render.
 
     Args:
-        message: the index of its message; None for a value of the record's tools.
-        title: for example "the name of call 1"; empty for the content of a message.
+        message: the index of the value's message; None for a value of the record's tools.
+        title: name of the value in errors, such as "the name of call 1"; empty for the content of a message.
         mark: the replacement value, as a template renders it.
     """
 
@@ -45,7 +45,7 @@ class MessagePart(NamedTuple):
 
 
 class Replaced:
-    """A conversation in which all parts, or a single part, are replaced by other values of the same type.
+    """A conversation in which all parts, or some of them, are replaced by other values of the same type.
 
     Args:
         only: the index, in `parts`, of the part to replace; None: all parts; -1: no part.
@@ -59,7 +59,7 @@ class Replaced:
     def __init__(self, messages: Messages, tools: list | None, only: int | None = None, of: int | None = None) -> None:
         self.parts: list[MessagePart] = []
         self._only, self._of, self._place = only, of, (None, "")
-        called: set[str] = set()  # names of the functions that the last answer before the message calls
+        called: set[str] = set()  # names of the functions that the last answer before message i calls
         self.messages = []
         for i, message in enumerate(messages):
             self.messages.append(self._message(i, message, called))
@@ -117,9 +117,9 @@ class Replaced:
         return other
 
     def _other(self, message: int | None, title: str, value: Any) -> Any:
-        """Records the parts of a value, and returns the value with the selected parts (`only`, `of`) replaced by other
-        values of the same type. In objects, the names of fields are replaced, too. Booleans, null and blank text are
-        unchanged."""
+        """Appends the parts of a value to `parts`, and returns the value with the selected parts (`only`, `of`)
+        replaced by other values of the same type. In objects, the names of fields are parts, too. Booleans, null and
+        blank text are not parts, and stay unchanged."""
         if isinstance(value, dict):
             return {self._other(message, title, key): self._other(message, title, of) for key, of in value.items()}
         if isinstance(value, list):
@@ -136,7 +136,7 @@ class Replaced:
 
 
 def functions(message: dict) -> Iterator[dict]:
-    """Yields the functions that a message calls, each a dict with name and arguments."""
+    """Yields the functions that a message calls, each a dict such as {"name": ..., "arguments": ...}."""
     calls = message.get("tool_calls")
     for call in [*(calls if isinstance(calls, list) else []), message.get("function_call")]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -151,8 +151,8 @@ def is_blank(message: dict) -> bool:
 
 
 def with_arguments(messages: Messages, as_text: bool) -> Messages:
-    """Returns the messages with the arguments of every call as objects, or as JSON text. Arguments that are not a JSON
-    object are unchanged."""
+    """Returns the messages with the arguments of every call as objects, or (`as_text`) as JSON text. Arguments that are
+    not a JSON object are unchanged; without `as_text`, blank text becomes an empty object."""
     return [_spelled(message, as_text) if any(name in message for name in CALLS) else message for message in messages]
 
 
@@ -177,8 +177,8 @@ def _spelled(message: dict, as_text: bool) -> dict:
 
 
 def object_of(arguments: Any) -> Any:
-    """Returns the object that a JSON text contains. Any other value is returned unchanged, and blank text gives an
-    empty object."""
+    """Returns the object that a JSON text contains, or an empty object for blank text. Any other value is returned
+    unchanged."""
     if not isinstance(arguments, str):
         return arguments
     read = read_json(arguments) if arguments.strip() else {}
@@ -186,8 +186,8 @@ def object_of(arguments: Any) -> Any:
 
 
 def read_json(value: Any) -> Any:
-    """Returns the value that a JSON text contains, since columns of a table may contain JSON. Any other value is
-    returned unchanged."""
+    """Returns the value that a JSON text contains, because columns of a table may contain JSON. A value that is not
+    JSON text is returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

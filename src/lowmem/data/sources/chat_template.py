@@ -1,14 +1,16 @@
 """Renders a conversation to text for training, and finds the characters that are learned. `chat.py` calls this module,
 and `chat_tokens.py` then tokenizes the text.
 
-If the template marks the assistant's text with `{% generation %}`, the marked text is learned. Otherwise an answer
-begins after its generation prompt, which is the rendering of the earlier messages followed by the header of an answer.
-The answer ends where the rendering of the messages up to this answer ends. If this rendering ends with text that later
+An answer begins after its generation prompt, which is the rendering of the earlier messages followed by the header of
+an answer. (`ChatTemplate._asked_otherwise` handles templates that render existing answers without this prompt.) The
+answer ends where the rendering of the messages up to this answer ends. If this rendering ends with text that later
 messages would replace, such as an end-of-text token, the answer ends after the control tokens that follow its content.
-`chat_tokens.py` then leaves out whitespace after the token that ends the answer. If the template renders an answer or
-its context differently once later messages follow, the answer gets a separate row. To find parts of the conversation
-that the template drops, each row is rendered again with other values in the messages and tools (`chat_parts.py`).
-Templates may come from untrusted sources; transformers renders them in jinja's sandbox.
+`chat_tokens.py` then leaves out whitespace after the token that ends the answer. If the template marks the assistant's
+text with `{% generation %}`, only the marked text of the learned answers is learned.
+
+If the template renders an answer or its context differently once later messages follow, the answer gets a separate row.
+To find parts of the conversation that the template drops, each row is rendered again with other values in the messages
+and tools (`chat_parts.py`). Templates may come from untrusted sources; transformers renders them in jinja's sandbox.
 """
 
 import json
@@ -50,8 +52,8 @@ class Rendered(NamedTuple):
     Args:
         answers: number of learned answers.
         written: positions at which an answer begins with text of the template, such as an empty thought, and not with
-            text of its message. Not determined, and empty, if the spans are those that the template marks in the full
-            conversation.
+            text of its message. Empty, because not determined, if `render` uses the spans that the template marks in
+            the full conversation unchanged.
     """
 
     text: str
@@ -70,7 +72,7 @@ class RenderedPrefix:
         tags: the spans of `text` that the template marks with `{% generation %}`.
         asked: True: the text is the generation prompt of the last answer, followed by this answer. This is the case if
             the template renders the context of the existing answer differently from the generation prompt.
-        spans: index of a learned answer -> its span.
+        spans: message index of a learned answer -> the span of the answer in `text`.
     """
 
     text: str
@@ -89,8 +91,9 @@ class ChatTemplate:
         named: the name of `source` in messages; empty: "the chat template of" the tokenizer.
 
     Raises:
-        Refused: `source` is None and the tokenizer has no template; or the tokenizer is not fast, so it does not map
-            tokens to characters; or the template calls `strftime_now` with anything but a constant text.
+        Refused: `source` is None and the tokenizer has no template, or several without a default; the tokenizer is not
+            fast, so it does not map tokens to characters; or the template calls `strftime_now` with anything but a
+            constant text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, named: str = "") -> None:
@@ -111,7 +114,7 @@ class ChatTemplate:
         self.specials = frozenset(added[text][0] for text in special)
         self.special, self.control = _any_of(special), _any_of(special | written)
         self.ends = re.compile(f"(?:{self.control.pattern})+")
-        self.roles: set[str] = set()  # roles that are known to change the text
+        self.roles: set[str] = set()  # roles on which the rendered text is known to depend
         self.remarks: Counter[str] = Counter()  # message for the log -> how often it applied
         if "strftime_now(" in self.source:
             raise Refused(
@@ -140,16 +143,16 @@ class ChatTemplate:
     ) -> list[Rendered]:
         """Renders a conversation to one row, or to several rows if the template renders an answer or its context
         differently once later messages follow. In its row, an answer follows the text of its generation prompt, as at
-        inference; only the header may differ. This is not checked if the template marks all answers of the conversation
-        completely and all of them are learned.
+        inference; only the header may differ. This is not checked if all answers are learned, the template marks them
+        completely, and later messages do not change them.
 
         Args:
             answers: the indices of the messages that are learned answers; None: all answers.
 
         Raises:
-            BadRecord: the template raises an error for the conversation, drops a part of it, ignores a role, renders
-                tool-call arguments as a quoted string, or renders the context of an answer differently from the
-                generation prompt.
+            BadRecord: the template raises an error for the conversation, drops a part of it, leaves a part of a learned
+                answer outside of the marked text, ignores a role, renders tool-call arguments as a quoted string, or
+                renders the context of an answer differently from the generation prompt.
             Refused: the template is not valid Jinja.
         """
         everyone = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -210,8 +213,8 @@ class ChatTemplate:
         return Rendered(row.text, spans, len(row.spans), tuple(sorted(written)))
 
     def _own_row(self, messages: Messages, tools: list | None, i: int, full: RenderedPrefix) -> RenderedPrefix:
-        """Returns a row that ends with answer `i`, with the span of this answer. Its text is the rendering of the
-        messages up to and including this answer, unless `_asked_otherwise` changes the text."""
+        """Returns a row that ends with answer `i`, with the span of this answer. The text of the row is the rendering
+        of the messages up to and including this answer, unless `_asked_otherwise` changes the text."""
         if i + 1 == full.count:
             text, tags = full.text, full.tags
         else:
@@ -226,10 +229,14 @@ class ChatTemplate:
     def _asked_otherwise(
         self, messages: Messages, tools: list | None, i: int, prompt: str, row: RenderedPrefix
     ) -> RenderedPrefix:
-        """Returns the row of answer `i`, for a rendering that does not begin with the answer's generation prompt. If
-        only the header differs, for example because the generation prompt opens a thought, the answer begins where the
-        rendering and the prompt first differ. If the context differs, too, the row is the generation prompt followed by
-        the answer, as at inference.
+        """Completes and returns the row of answer `i`, whose rendering does not begin with the answer's generation
+        prompt. If only the header differs, for example because the generation prompt opens a thought, the answer begins
+        where the rendering and the prompt first differ. If the context differs, too, the text of the row becomes the
+        generation prompt followed by the answer, as at inference.
+
+        Args:
+            prompt: the generation prompt.
+            row: the rendering of the messages up to and including answer `i`; changed in place.
 
         Raises:
             BadRecord: the context differs, and the header of the prompt does not occur before the answer.
@@ -260,16 +267,16 @@ class ChatTemplate:
         return row
 
     def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
-        """Returns the position at which answer `i`, the last answer of a text, ends. This is the end of the first run
-        of control tokens after the values of the answer, or the end of the text if no control token follows."""
+        """Returns the position at which answer `i`, the last answer of a text, ends: after the first run of control
+        tokens that follows the values of the answer, or at the end of the text if no control token follows."""
         other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)
 
     def _continues(self, messages: Messages, tools: list | None, i: int, text: str) -> bool:
-        """Returns True if the text of a conversation begins with the rendering of the messages up to answer `i`, as far
-        as the end of the answer's generation block. Then later messages do not change the answer or its context. Also
-        returns True if the template refuses these messages alone."""
+        """Returns whether later messages change neither answer `i` nor its context: the text of the conversation begins
+        with the rendering of the messages up to answer `i`, cut at the end of its last generation block. True if the
+        template raises an error for these messages alone."""
         try:
             own, tags = self.rendering(messages[: i + 1], tools)
         except BadRecord:
@@ -283,7 +290,11 @@ class ChatTemplate:
     def _spelled(self, messages: Messages, tools: list | None) -> tuple[Messages, str, list[Span]]:
         """Returns the conversation with the arguments of calls in the form that the template supports, the rendered
         text, and the spans that the template marks. Arguments are objects, or JSON text if the template raises an error
-        for objects or renders objects in Python's syntax."""
+        for objects or renders objects in Python's syntax.
+
+        Raises:
+            BadRecord: the template raises an error for both forms, or renders arguments as a quoted string.
+        """
         if not any(True for message in messages for _ in functions(message)):
             return messages, *self.rendering(messages, tools)
         objects, texts = (with_arguments(messages, as_text) for as_text in (False, True))
@@ -305,12 +316,11 @@ class ChatTemplate:
 
     def _others(self, messages: Messages, tools: list | None, text: str) -> tuple[Messages, str]:
         """Returns a copy of the conversation with replaced values, and the rendering of the copy. If this rendering
-        contains the replaced arguments of a call, the template has rendered the call. In the original, a message could
-        quote the same arguments.
+        contains the replaced arguments of a call, they come from the call. (The original arguments could also be quoted
+        in a message.) If the template raises an error for the replaced values, returns `messages` and `text`.
 
         Args:
-            text: the rendering of the original. Both are returned if the template raises an error for the replaced
-                values.
+            text: the rendering of `messages`.
         """
         other = Replaced(messages, tools)
         try:
@@ -323,7 +333,10 @@ class ChatTemplate:
     ) -> MessagePart | None:
         """Returns the first part of the conversation that is missing from a row, or None. A part is present if a
         rendering in which all parts are replaced contains its replacement, or if replacing this part alone changes the
-        text. The reasoning of answers that are not in `answers` may be missing.
+        text or the marked spans. The reasoning of messages that are not in `answers` may be missing.
+
+        Args:
+            answers: indices of the messages that are learned answers of this row.
 
         Raises:
             BadRecord: a part of a learned answer is in the text, but outside of the marked spans.
@@ -352,15 +365,16 @@ class ChatTemplate:
         return None
 
     def _shown(self, other: Replaced, row: RenderedPrefix) -> tuple[str, list[Span]]:
-        """Renders a conversation with replaced values, to compare it with the conversation of a row. For a row with
-        `asked`, the generation prompt of the last answer is appended to the rendering, so that both are compared."""
+        """Returns the rendering of a conversation with replaced values, and the marked spans. A row with `asked`
+        begins with the generation prompt of the last answer. So the rendering of this prompt is appended, and a part
+        that only the prompt contains counts as present."""
         text, tags = self.rendering(other.messages, other.tools)
         if row.asked:
             text += self.rendering(other.messages[:-1], other.tools, True)[0]
         return text, tags
 
     def _is_same(self, other: Replaced, messages: Messages, tools: list | None, row: RenderedPrefix) -> bool:
-        """Returns whether a conversation with replaced values renders (`_shown`) to the same text and spans as the
+        """Returns whether `_shown` gives the same text and spans for a conversation with replaced values as for the
         original. False if the template raises an error."""
         try:
             return self._shown(other, row) == self._shown(Replaced(messages, tools, only=-1), row)
@@ -369,17 +383,17 @@ class ChatTemplate:
 
     def _check_roles(self, messages: Messages, tools: list | None, text: str) -> None:
         """Raises BadRecord if the rendered text does not depend on the role of a message. Messages with blank content
-        are not checked, nor are roles that have changed an earlier text."""
+        are not checked, nor are the roles in `self.roles`."""
         for i, message in enumerate(messages):
             role = message["role"]
             if role in self.roles or not message["content"].strip():
                 continue
             swapped = message | {"role": "assistant" if role == "user" else "user"}
             others = [*messages[:i], swapped, *messages[i + 1 :]]
-            try:  # also without tools: with tools, a template may render the first message alike for every role
+            try:  # also without tools: with tools, a template may render the first message identically for every role
                 is_same = self.rendering(others, tools)[0] == text
                 is_same = is_same and self.rendering(others)[0] == self.rendering(messages)[0]
-            except BadRecord:  # the template refuses the other role, so the role matters
+            except BadRecord:  # the template rejects the other role, so it distinguishes roles
                 is_same = False
             if is_same:
                 raise BadRecord(f"{self.name} ignores the role of message {i + 1} ({role})")
@@ -426,11 +440,12 @@ def _statements(message: dict) -> list[str]:
 
 
 def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[Span]) -> str | None:
-    """Returns a description of the first text of an answer that is missing from the learned text, or None. If the
-    learned text does not contain the complete content, the content is compared line by line, because templates may move
-    thoughts out of it.
+    """Returns a description of the first line of an answer that is missing from the learned text, or None. A content or
+    reasoning text that the learned text does not contain in full is compared line by line, because templates may move
+    thoughts out of the content.
 
     Args:
+        answers: indices of the answers to check.
         text: the rendered text of a row.
         spans: the spans that are learned.
     """
@@ -445,8 +460,8 @@ def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[S
 
 
 def _is_python(arguments: object, text: str) -> bool:
-    """Returns whether a text contains the arguments of a call as Python prints a dict, with other quotation marks than
-    JSON. False if the arguments are not an object, or are empty."""
+    """Returns whether a text contains the arguments of a call as Python prints a dict, for example with single
+    quotation marks. False if the arguments are not an object, or are empty."""
     return isinstance(arguments, dict) and bool(arguments) and str(arguments) in text
 
 
@@ -476,5 +491,5 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern:
-    """Returns a pattern that matches any of these tokens. It tries longer tokens first."""
+    """Returns a pattern that matches any of these tokens, the longest token first."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))

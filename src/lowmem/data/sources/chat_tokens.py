@@ -1,10 +1,10 @@
 """Tokenizes rendered rows of conversations, finds the tokens that are learned, and checks that each answer ends with a
 control token.
 
-A tokenizer may merge the end of a header and the beginning of an answer into one token. Such a token belongs only in
-part to the answer. If `Rendered.written` has the position, the answer begins with text of the template, such as an
-empty thought, and the header is encoded separately, as at inference. In all other cases, and if the separate encoding
-would change the decoded text, the record is a `BadRecord`.
+A tokenizer may merge the end of a header and the beginning of an answer into one token, which then belongs only in part
+to the answer. If the answer begins with text of the template, such as an empty thought (`Rendered.written`), the header
+is encoded separately, as at inference. In all other cases, and if the separate encoding would change the decoded text,
+the record is a `BadRecord`.
 """
 
 from functools import cached_property
@@ -21,7 +21,7 @@ from lowmem.system.errors import Refused
 
 
 class ChatTokens:
-    """Tokenizes rows that a template has rendered. Args: tokenizer: the tokenizer with which `template` was created."""
+    """Tokenizes the rows that `template` renders. Args: tokenizer: the tokenizer with which `template` was created."""
 
     def __init__(self, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
         self.template, self.backend = template, _exact(tokenizer.backend_tokenizer)
@@ -50,8 +50,9 @@ class ChatTokens:
         return self.backend.encode_batch(texts, add_special_tokens=False)
 
     def _divided(self, row: Rendered, encoding: Encoding) -> Encoding:
-        """Returns the encoding of a row. If a token merges the end of a header with template text after it, such as an
-        empty thought, the header is encoded separately, as at inference, unless this would change the decoded text."""
+        """Returns the encoding of a row. If a token merges the end of a header with the template text at the beginning
+        of an answer (`Rendered.written`), the header is encoded separately, unless this would change the decoded
+        text."""
         cuts = [start for start in row.written if _joins(encoding, start, len(row.text))]
         if not cuts:
             return encoding
@@ -85,9 +86,9 @@ class ChatTokens:
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Returns the ids of the control tokens that may end an answer: all special tokens, and the control token that
-        ends an answer without tool calls, even if this token is not special. (Other control tokens, such as
-        </tool_call>, do not end an answer.)"""
+        """Returns the ids of the tokens that may end an answer: all special tokens, and the control token with which
+        the template ends an answer without tool calls, even if this token is not special. (Other control tokens, such
+        as </tool_call>, do not end an answer.)"""
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             ids = self._encode([self.template.rendering(plain)[0].rstrip()])[0].ids
@@ -115,8 +116,8 @@ class ChatTokens:
                 f"header into one token, so the loss would include a part of the template; {instead}"
             )
         if stop < len(ids) and encoding.token_to_chars(stop)[0] < end and ids[stop] in self.template.controls:
-            stop += 1  # a control token that includes the whitespace after it (rstrip) may extend past `end`
-        # templates write whitespace after the token that ends an answer, sometimes inside their generation block
+            stop += 1  # a control token that includes the following whitespace (rstrip) may extend past `end`
+        # templates write whitespace after the token that ends an answer, sometimes inside the generation block
         last = next((i for i in range(stop - 1, begin - 1, -1) if ids[i] in self.stops), stop - 1)
         return begin, stop if text[encoding.token_to_chars(last)[1] : end].strip() else last + 1
 

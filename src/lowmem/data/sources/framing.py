@@ -3,15 +3,15 @@ sources in `text_files.py` and `records.py` call this module; a conversation is 
 
 Documents are framed as the tokenizer's own call, `tokenizer(text)`, frames a text. A document begins with the tokens
 that this call puts before a text, such as <s>; these tokens are not learned. The document ends with the tokens that the
-call appends or, if it appends none, with the end-of-text token. So training, samples, `generate=` and users of the
-exported tokenizer get identical ids for the beginning and the text of a document. `data.bos=true` or false changes the
-tokenizer itself, before the first text is encoded. Only data.bos=older frames documents differently (see `OLDER` in
+call appends or, if the call appends none, with the end-of-text token. So training, samples, `generate=` and users of
+the exported tokenizer get identical ids for the beginning and the text of a document. data.bos=true or false changes
+the tokenizer itself, before the first text is encoded. Only data.bos=older frames documents differently (see `OLDER` in
 source.py).
 
 At inference the prompt is encoded without a completion, and training should use the same prompt ids. So the ids of
 prompt and completion, encoded as one text, are used if they begin with the ids of the prompt. Otherwise the completion
-is encoded after one of LEADS, and the ids of this lead are removed. Without a lead, the completion may begin with a
-wrong space, because SentencePiece tokenizers put a space before every text."""
+is encoded behind one of LEADS, and the ids of this lead are removed. With an empty lead, the completion may begin with
+a wrong space, because SentencePiece tokenizers put a space before every text."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# test texts: the ids that the tokenizer's own call adds before and after such a text are the ids that frame documents
+# test texts: the ids that the tokenizer's own call adds before and after one of these texts frame documents
 MARKERS = ("a", "A", "1", ".")
-MOST_MARKERS = 1000  # number of vocabulary entries that are tried after MARKERS
-# Texts that are tried before a completion that is encoded without its prompt. After some of them, the tokenizer does
-# not insert a space.
+MOST_MARKERS = 1000  # maximum number of vocabulary entries that are tried as test texts after MARKERS
+# Texts that take the place of the prompt when a completion is encoded separately. They are tried in this order. After
+# some of them, the tokenizer does not insert a space.
 LEADS = ("", "\n", ".", "0", "a", "A")
-SHOWN = 12  # characters of a text that a message shows
-PLAIN = "One  two,\n\tThree."  # text that shows whether a tokenizer preserves its input
+SHOWN = 12  # maximum number of characters of a text that a message shows
+PLAIN = "One  two,\n\tThree."  # test text that shows whether a tokenizer changes text
 
 
 class Framing(NamedTuple):
@@ -75,8 +75,8 @@ class Framing(NamedTuple):
 
 
 def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | str = "auto") -> Framing:
-    """Returns the tokens that begin and end documents. Args: tokenizer: a tokenizer whose begin-of-text token `dress`
-    has already set; bos: `data.bos`, of which only the value "older" changes the result."""
+    """Returns the tokens that begin and end documents. Args: tokenizer: a tokenizer after `dress`; bos: `data.bos`, of
+    which only the value "older" changes the result, because `dress` has applied the other values."""
     end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if bos == OLDER:
         return Framing([], end_of_text, apart=True)
@@ -85,7 +85,8 @@ def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | str = "auto") -> 
 
 
 def _own(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Returns the ids that the tokenizer's own call puts before and after a text."""
+    """Returns the ids that the tokenizer's own call puts before and after a text. Raises: Refused: the tokenizer cannot
+    encode any of the test texts."""
     of_vocabulary = (tokenizer.decode([index]) for index in range(min(len(tokenizer), MOST_MARKERS)))
     for text in (word for words in (MARKERS, of_vocabulary) for word in words):
         plain, whole = (tokenizer(text, add_special_tokens=added)["input_ids"] for added in (False, True))
@@ -113,7 +114,7 @@ def answer_documents(
     used.
 
     Raises:
-        Refused: no token ends documents, because the tokenizer has no end-of-text token.
+        Refused: no token ends documents, because the tokenizer has no end-of-text token. (Not with data.bos=older.)
     """
     if not (framing.end or framing.apart):
         raise Refused(
@@ -132,8 +133,9 @@ def answer_documents(
 def _continuation(
     tokenizer: PreTrainedTokenizerBase, before: np.ndarray, whole: np.ndarray, prompt: str, completion: str
 ) -> np.ndarray | BadRecord:
-    """Returns the ids of a completion. The ids of the prompt followed by these ids decode to prompt + completion, or to
-    the text to which `whole` decodes. Returns a BadRecord if no lead gives such ids.
+    """Returns the ids of a completion. The ids of the prompt followed by these ids are `whole` or, if `whole` does not
+    begin with the ids of the prompt, decode to prompt + completion or to the same text as `whole`. Returns a BadRecord
+    if no lead gives such ids.
 
     Args:
         before: ids of the prompt.
@@ -142,7 +144,7 @@ def _continuation(
     if len(whole) > len(before) and np.array_equal(whole[: len(before)], before):
         return whole[len(before) :]
     texts = prompt + completion, _decoded(tokenizer, whole)
-    for lead in LEADS:  # the ids of both texts do not begin with the ids of the prompt
+    for lead in LEADS:  # `whole` does not begin with the ids of the prompt
         leading, both = ids_of(tokenizer, [lead, lead + completion])
         ids = both[len(leading) :]
         behind = len(ids) > 0 and np.array_equal(both[: len(leading)], leading)
@@ -160,8 +162,8 @@ def dress(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
     encoded.
 
     Raises:
-        Refused: data.bos is true and the tokenizer has no begin-of-text token, or the tokenizer does not allow the
-            change.
+        Refused: data.bos is true and the tokenizer has no begin-of-text token, or the tokenizer does not allow changing
+            its begin-of-text token.
     """
     if source.chat:
         source.chat.dress(tokenizer)
@@ -215,8 +217,8 @@ def _post_processor(tokenizer: PreTrainedTokenizerBase, begin: list[int], end: l
 
 
 def tell(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Logs properties of the tokenizer that may surprise users: a missing end-of-text token, and changes to the
-    text."""
+    """Logs two properties of the tokenizer that may surprise users, if it has them: there is no end-of-text token, and
+    encoding and decoding change a text."""
     if not framing_of(tokenizer).end:
         log.info(
             f"data: {_name(tokenizer)} has no end-of-text token, so nothing separates documents and the model does not "

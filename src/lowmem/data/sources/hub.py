@@ -1,11 +1,11 @@
-"""Reads a data set of the Hugging Face hub, or a folder with the layout of a data set, row by row (`data=hub`). A data
-set of the hub is streamed, without a complete download.
+"""Reads a data set of the Hugging Face hub, or a folder with the layout of a data set, row by row: for `data=hub`, and
+for `data=preference` with the id of a data set. A data set of the hub is streamed, without a complete download.
 
 `datasets` finds the files of a split and streams them, without an Arrow copy on disk. It guesses the types of columns
 of csv and JSON: 007 becomes a number, NA becomes null, and 2024-05-01 a date. So if all files of a split in a local
-folder are csv, or all are JSON lines, the readers of data=csv or data=jsonl read these files instead of `datasets`
-(`Table._file_rows`). One row group of a parquet file is in memory at a time; row groups of data sets of the hub are
-usually small.
+folder are csv, or all are JSON lines, the readers of data=csv or data=jsonl read these files instead of `datasets`,
+unless the folder's README has a setting that these readers do not support (`Table._file_rows`). One row group of a
+parquet file is in memory at a time; row groups of data sets of the hub are usually small.
 
 Without data.streaming, all rows are tokenized once into the token store. The order of rows, resume and packing then
 work as with files. With data.streaming, no tokens are stored on disk (`stream.py`).
@@ -32,7 +32,7 @@ from lowmem.system.errors import Refused, first_line, refuse_gated
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # extensions of files in a folder that the readers of data=csv and data=jsonl read; `datasets` reads all other files
 TABLES, LINES = {".csv", ".tsv"}, {".jsonl", ".ndjson"}
-# Settings in the README of a data set that the readers of data=csv and data=jsonl support, too.
+# settings in the README of a data set that the readers of data=csv and data=jsonl support, or may ignore
 PLAIN = {"name", "version", "description", "data_dir", "data_files", "sep", "delimiter"}
 GUESSED = (
     "Fix the record or, if `datasets` guessed the wrong type for this text, type data=csv or data=jsonl "
@@ -61,7 +61,7 @@ def hub(  # noqa: PLR0913
 
 class FileRows:
     """Iterates over the records of a split's files, from the current position on. As with datasets.IterableDataset,
-    `state_dict` returns the position and `load_state_dict` restores it.
+    `state_dict` returns the position and `load_state_dict` sets it.
 
     Args:
         root: folder to which the file names in messages are relative.
@@ -84,7 +84,7 @@ class FileRows:
             for record in islice(self.read(file), self.row, None):
                 self.row += 1
                 name, fields = shown(os.path.relpath(file, self.root)), record.fields
-                # `Table.record` computes the identity of a row of `datasets` from its fields too, so equal rows have
+                # `Table.record` also computes the identity of a row from its fields, so rows with equal fields have
                 # equal identities with both readers
                 known = record.identity if isinstance(fields, BadRecord) else identity(fields)
                 yield Record(f"{name}, {record.where}", fields, known)
@@ -95,10 +95,11 @@ class Table(Reader):
     """The reader of a data set's rows.
 
     Args:
+        path: the id of a data set, or a folder.
         splits: split -> its name in the data set; None for "val": some training rows are held out.
 
     Raises:
-        Refused: both splits are the same.
+        Refused: both splits have the same name.
     """
 
     val_key = "val_split=<another split>"
@@ -153,7 +154,7 @@ class Table(Reader):
 
     def record(self, fields: dict | Record, name: str, number: int) -> Record:
         """Returns the record of a row. Args: fields: the row, or a `Record` of `FileRows`, which is returned unchanged;
-        name: name of its split; number: number of the row in the split, from 1."""
+        name: name of the split; number: number of the row in the split, from 1."""
         if isinstance(fields, Record):
             return fields
         return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))
@@ -162,8 +163,8 @@ class Table(Reader):
         """Returns an iterable of a split's rows: a datasets.IterableDataset, or `FileRows`. Its position can be saved.
 
         Args:
-            state: the position from which to continue. An older run may have saved a state of `datasets` for files that
-                `FileRows` reads today; then `datasets` continues to read them.
+            state: the position from which to continue; None: the beginning. An older run may have saved a state of
+                `datasets` for files that `FileRows` reads today; then `datasets` continues to read them.
 
         Raises:
             Refused: the data set or split does not exist, or cannot be reached.
@@ -183,8 +184,8 @@ class Table(Reader):
             return rows
 
     def _file_rows(self, name: str) -> FileRows | None:
-        """Returns the rows of a folder's split if its files are all csv or all JSON lines, and the README has only
-        settings of PLAIN. Otherwise returns None."""
+        """Returns the rows of a folder's split if the split's files are all csv or all JSON lines, and the README has
+        only settings of PLAIN. Otherwise returns None."""
         import datasets
 
         config = datasets.load_dataset_builder(self.path, self.subset).config
@@ -198,8 +199,8 @@ class Table(Reader):
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Context manager that raises Refused in place of errors of `datasets` and of the hub, since users can fix
-        their causes."""
+        """Context manager that raises Refused in place of errors of `datasets` and of the hub, because users can fix
+        the causes."""
         try:
             yield
         except (OSError, ValueError, RuntimeError, KeyError) as error:

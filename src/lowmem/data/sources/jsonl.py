@@ -1,5 +1,5 @@
-"""Reads records from JSON-lines files, line by line. Errors name the file and the line. Used by `data=jsonl` and
-`data=chat`, and for JSON-lines files of `data=preference` and `data=hub`.
+"""Reads records from JSON-lines files, line by line: for `data=jsonl` and `data=chat`, and for JSON-lines files of
+`data=preference` and `data=hub`.
 
 A line that is longer than `LONGEST` bytes becomes a `BadRecord`, and is never read into memory in full.
 """
@@ -24,16 +24,16 @@ def jsonl(encoding: str = "utf-8", **how: str | float | bool | None) -> Records:
 
 
 def lines(file: Path) -> Iterator[Record]:
-    """Yields the record of every line that is not blank."""
+    """Yields the record of every line that is not blank. Raises: Refused: the file cannot be read."""
     with readable(file):
         for number, line in numbered(file):
             yield Record(f"line {number:,}", fields_of(line), line)
 
 
 def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, line) of every line that is not blank. Only a line feed ends a line, since JSON text may contain
-    other line separators, such as U+2028. A line that is too long is cut to LONGEST + 1 bytes, which `value_of`
-    refuses."""
+    """Yields (number, line) of every line that is not blank. Only a line feed ends a line, because JSON text may
+    contain other line separators, such as U+2028. A line that is too long is cut to LONGEST + 1 bytes, so that
+    `value_of` returns a BadRecord."""
     with file.open("rb") as stream:
         number = 0
         while line := stream.readline(LONGEST + 1):
@@ -42,7 +42,7 @@ def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
             while len(rest) > LONGEST and not rest.endswith(b"\n"):
                 rest = stream.readline(LONGEST + 1)
             if rest is not line:
-                yield number, line  # with its spaces: without them it could seem short enough
+                yield number, line  # not stripped: a stripped line could be short enough
             elif stripped := line.removeprefix(BOM if number == 1 else b"").strip():
                 yield number, stripped
 

@@ -2,9 +2,10 @@
 
 A cut may change tokens: " " and "b", encoded separately, never give the token " b". So a text is cut only between a
 line that ends in a visible character and a line that begins with an ASCII letter, where common pre-tokenizers begin a
-word. Each cut is also tested: the text around it must have identical ids with and without the cut. (Texts on which a
-tokenizer is trained are cut without a test.) If the first PROOFS tests all fail, texts are not cut for this tokenizer.
-This happens with SentencePiece tokenizers, which put a mark before every text. For slow tokenizers, texts are not cut.
+word. Each cut is also tested: the text around the cut must have identical ids with and without the cut. (Texts on which
+a tokenizer is trained are cut without a test.) If the first PROOFS tests of a `Cuts` object all fail, the
+object allows no cuts from then on. This happens with SentencePiece tokenizers, which put a mark before every text. For
+slow tokenizers, texts are not cut.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE = 1 << 15  # minimum characters of a piece, except the last; a batch has several such pieces per core
+PIECE = 1 << 15  # minimum number of characters of a piece, except the last; small, so that a batch has many pieces
 BATCH = 1 << 20  # bytes of text encoded at once; each token, even of one byte, takes over 100 bytes of memory
 EACH = 32  # bytes that are added to the size of each text, for the object that contains its tokens
 AROUND = 128  # characters on each side of a cut that are encoded to test the cut
-PROOFS = 8  # number of tests: if each of the first PROOFS cuts changes tokens, no more cuts are tried
+PROOFS = 8  # if each of the first PROOFS tested cuts changes tokens, no more cuts are tried
 CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z])")
 T = TypeVar("T")
 
 
 class Cuts:
-    """Decides where a text may be cut without changing its ids."""
+    """Decides where texts may be cut without changing their ids. Attributes: never: True: cuts are not allowed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -52,7 +53,7 @@ class Cuts:
 
 
 def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[str, bool]]:
-    """Yields (piece, whether the piece ends the text); nothing for an empty text.
+    """Yields (piece, True if the piece ends the text); nothing for an empty text.
 
     Args:
         blocks: the blocks of one text.

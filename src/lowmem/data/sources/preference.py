@@ -1,7 +1,7 @@
 """Reads preference data (`data=preference`): pairs of a chosen and a rejected answer, or single rated answers.
 
 The record of a pair has the fields `prompt`, `chosen` and `rejected`. The record of a rated answer has `label`, and
-either `prompt` and `completion`, or `messages`. The last of these messages is the answer. The answers of a data set are
+either `prompt` and `completion`, or `messages`, of which the last message is the answer. The answers of a data set are
 either all texts or all lists of messages; the first record with an answer decides which of the two kinds is read. Lists
 of messages in `chosen` and `rejected` may begin with the messages of the prompt, as in many data sets of the hub.
 
@@ -73,8 +73,8 @@ class Fields(NamedTuple):
     label: str
 
     def checked(self) -> Fields:
-        """Returns the names unchanged. Raises Refused if a name other than `prompt` is missing, or if two fields share
-        a name."""
+        """Returns the names unchanged. Raises Refused if a name other than `prompt` is None, or if two fields have the
+        same name."""
         for key, name in self._asdict().items():
             if name is None and key != "prompt":
                 raise Refused(f"data.{key}=null: type data.{key}=<a field>. Records may lack this field.")
@@ -85,14 +85,15 @@ class Fields(NamedTuple):
         return self
 
     def rates(self, fields: dict) -> bool:
-        """Returns whether a record contains a single rated answer instead of a pair."""
+        """Returns whether a record contains a single rated answer instead of a pair: neither answer of a pair is set,
+        and at least one field of a rated answer exists."""
         return all(fields.get(name) is None for name in (self.chosen, self.rejected)) and any(
             name in fields for name in (self.completion, self.messages, self.label)
         )
 
     def answered(self, fields: dict) -> str | None:
-        """Returns the name of the first field that contains an answer (text, a message or messages), or None if the
-        record has no answer."""
+        """Returns the name of the first of the fields `chosen`, `messages` and `completion` that contains an answer
+        (text, a message or messages), or None if the record has no answer."""
         names = self.chosen, self.messages, self.completion
         return next((name for name in names if isinstance(fields.get(name), str | list | dict)), None)
 
@@ -105,11 +106,15 @@ class Preference(Records):
         prompt, chosen, rejected, completion, messages, label: see `Fields`.
         assistant: which answers of conversations are learned: last or all.
         template: chat template of conversations, see `Chat`.
-        subset, split, val_split, revision: names within a hub data set.
+        subset, split, val_split: names within a hub data set.
+        revision: branch, tag or commit of a hub data set.
         packing: padded or documents, see `data/pairs.py`.
         too_long: what to do with pairs and answers that are longer than a row: cut, drop or refuse.
         bos: see `Source`.
-        rated: make rows of rated answers (`data/rated.py`) instead of pairs.
+        rated: True: make rows of rated answers (`data/rated.py`) instead of pairs.
+
+    Raises:
+        Refused: a key does not apply to `path`, or a key or path is invalid.
     """
 
     def __init__(  # noqa: PLR0913
@@ -163,10 +168,10 @@ class Preference(Records):
 
 
 class ByPrompt(Reader):
-    """Wraps a reader to hold out prompts instead of single records. Several records may share a prompt (ranked answers
-    make several pairs); without this class, one of these records could be in training and another in validation.
-    Records of texts without a prompt are held out one by one. Args: least: minimum number of different prompts that are
-    held out, see `records.held_out`."""
+    """Wraps a reader so that all records with the same prompt are in the same split. Several records may share a prompt
+    (ranked answers make several pairs); without this class, one of these records could be in training and another in
+    validation. Records of texts without a prompt are held out one by one. Args: least: minimum number of different
+    prompts that are held out, see `records.held_out`."""
 
     held_out_are = "prompts"
 
@@ -194,8 +199,8 @@ class ByPrompt(Reader):
 
 
 def _check_unused(typed: Mapping[str, bool], path: str, what: str, instead: str) -> None:
-    """Raises Refused if one of these keys, which do not apply to this path, was typed. Args: typed: key -> True if it
-    was typed; what: description of the path; instead: the beginning of the advice."""
+    """Raises Refused if a key was typed that does not apply to this path. Args: typed: key that does not apply -> True
+    if the key was typed; what: description of the path; instead: the beginning of the advice."""
     for key, is_typed in typed.items():
         if is_typed:
             raise Refused(
@@ -207,7 +212,7 @@ def is_hub_id(path: str) -> bool:
     """Returns whether a path is the id of a data set of the hub.
 
     Raises:
-        Refused: the path does not exist and is not the id of a data set: it has another form, or ends with the
+        Refused: the path does not exist, and is not the id of a data set: it has another form, or ends with the
             extension of a file.
     """
     # os.path.exists returns False for a name that is too long, and does not raise an error
@@ -233,8 +238,8 @@ def _first_record(reader: Reader, fields: Fields) -> dict:
 
 class AnswerEncoder(Encoder):
     """The encoder of records with two answers or a single rated answer. It makes two documents of each record: first
-    the chosen or desirable answer, then the rejected or undesirable answer. If a record has a single rated answer, the
-    other document is empty.
+    the prompt with the chosen or desirable answer, then the prompt with the rejected or undesirable answer. If a record
+    has a single rated answer, the other document is empty.
 
     Args:
         names: names of the record's fields.
@@ -255,8 +260,9 @@ class AnswerEncoder(Encoder):
 
     @cached_property
     def chats(self) -> dict[str, Chat]:
-        """Returns a mapping from the name of each answer field to the encoder of its conversations. The mapping is
-        empty if the answers are texts."""
+        """Returns a mapping from the name of each field with conversations to the encoder of these conversations. The
+        mapping is empty if the answers are texts. The first access reads records up to the first record with an
+        answer."""
         first, names = self.first(), (*self.names, self.fields.completion)
         if isinstance(_listed(first.get(self.fields.answered(first))), str) and self.fields.answered(first) in names:
             return {}
@@ -312,7 +318,7 @@ class AnswerEncoder(Encoder):
 
     def _pair(self, fields: dict, answers: dict[str, Encoded | list[Encoded] | BadRecord]) -> list[Encoded] | BadRecord:
         """Returns both documents of a record, or a BadRecord with the reason why the record cannot be used. Args:
-        answers: field name -> encoded answer."""
+        answers: field name -> result of the encoder of this field."""
         for name, answer in answers.items():
             if isinstance(answer, list):
                 return BadRecord(
@@ -337,8 +343,8 @@ class AnswerEncoder(Encoder):
             return bad
 
     def _sides(self, fields: dict) -> dict[str, dict]:
-        """Returns a mapping from the name of each answer's field to the record that is passed to the encoder of this
-        field.
+        """Returns a mapping from the names of the fields with answers to the records that the encoders of these fields
+        encode.
 
         Raises:
             BadRecord: a field is missing, a rating is invalid, or the texts or messages of the record do not fit
@@ -394,9 +400,13 @@ class AnswerEncoder(Encoder):
         return {name: {name: messages} | tools for name, messages in both.items()}
 
     def _continued(self, prompt: object, name: str, answer: object) -> object:
-        """Returns the messages of a prompt followed by its answer. If the answer already contains the prompt, or begins
-        with the last messages of the prompt, these messages are not repeated. Without a prompt, returns only the
-        answer. An answer that is not a list is returned unchanged; its encoder then returns a BadRecord.
+        """Returns the messages of a prompt followed by the messages of an answer. If the answer already contains the
+        prompt, or begins with the last messages of the prompt, these messages are not repeated. Without a prompt,
+        returns only the answer. An answer that is not messages is returned unchanged; the encoder of the field then
+        returns a BadRecord.
+
+        Args:
+            name: name of the field with the answer.
 
         Raises:
             BadRecord: the prompt ends with a user message, and the answer begins with a different user message.
@@ -422,10 +432,10 @@ class AnswerEncoder(Encoder):
     def _check_ends(self, both: Mapping[str, object]) -> None:
         """Checks that each conversation ends with an answer of the assistant. If data.prompt names a field, a message
         of another role than assistant or tool must come before the answer. With data.assistant=all, the last answer
-        must not be empty.
+        must not be empty. A conversation that is not a list of messages is checked later, by its encoder.
 
         Args:
-            both: name of a field -> its conversation.
+            both: name of a field -> the conversation in this field.
 
         Raises:
             BadRecord: a conversation fails these checks.
@@ -441,8 +451,8 @@ class AnswerEncoder(Encoder):
 
 
 def _listed(value: object) -> object:
-    """Returns a list of messages without null fields, which tables add. A single message becomes a list, and JSON text
-    with a message or a list of messages is parsed. Any other value is returned unchanged."""
+    """Returns a list of messages without their null fields, which tables add. A single message becomes a list, and JSON
+    text with a message or a list of messages is parsed. Any other value is returned unchanged."""
     read = read_json(value)
     messages = [read] if isinstance(read, dict) else read
     is_text = isinstance(value, str) and not (isinstance(messages, list) and messages and all(map(_role, messages)))

@@ -1,5 +1,5 @@
 """Helpers for reading files. Text files are read in blocks of characters, and never into memory in full. Other helpers
-cut a text in two, compute the digests of files, and run an iterator in a second thread (`ahead`)."""
+divide a text in two, compute the digests of files, and run an iterator in a second thread (`ahead`)."""
 
 import codecs
 import hashlib
@@ -14,7 +14,7 @@ from lowmem.config.values import shown
 from lowmem.system.errors import Refused
 
 BLOCK = 1 << 20  # bytes
-UTF_8 = "utf-8"  # part of cache keys, since earlier versions allowed other encodings
+UTF_8 = "utf-8"  # part of cache keys, because earlier versions allowed other encodings
 BOUNDARIES = ("\n\n", "\n", " ")  # ends of paragraphs, lines and words
 OVER = object()
 INSTEAD = (
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Context manager that raises Refused, with the name of the file, if the file cannot be read. Otherwise this error
-    would be reported as an error in the cache folder."""
+    """Context manager that raises Refused, with the name of the file, in place of an OSError. The token store would
+    report an OSError as an error in the cache folder."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,8 @@ def digests(files: Iterable[Path]) -> list[str]:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yields the items of an iterator. While the caller uses an item, a second thread computes the next item."""
+    """Yields the items of an iterator. While the caller uses an item, a second thread computes the next item, so
+    `items` runs entirely in that thread."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, items, OVER)
         while (item := coming.result()) is not OVER:
@@ -57,8 +58,8 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 class NotText(Refused):
-    """Raised if a file is not valid UTF-8, or contains zero bytes although they are not replaced. Args: line: the first
-    invalid line; instead: further advice at the end of the message."""
+    """Raised if a file is not valid UTF-8 or, for `blocks` without on_error=replace, contains zero bytes. Args: line:
+    the first invalid line; instead: further advice at the end of the message."""
 
     def __init__(self, file: Path, line: int, instead: str = "") -> None:
         super().__init__(
@@ -94,8 +95,8 @@ def blocks(file: Path, on_error: str = "refuse") -> Iterator[str]:
 
 
 def is_text(file: Path) -> bool:
-    """Returns whether `blocks` accepts a file: it is valid UTF-8 without zero bytes. Reads an accepted file to its
-    end."""
+    """Returns whether a file is valid UTF-8 without zero bytes. Reads such a file to its end. Raises: Refused: the file
+    cannot be read."""
     try:
         for _ in blocks(file):
             pass
@@ -108,7 +109,7 @@ def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
     """Returns the number of characters at the beginning of a text that are training text. The remaining characters, a
     share of about `tail`, are validation text. The cut is moved back to the last end of a paragraph before it, or else
     of a line, or else of a word. It moves by at most its distance from the end of the text, and stays where it is if
-    there is no such end.
+    there is no such end within this distance.
 
     Args:
         text: returns the blocks of the text; called twice.
@@ -118,7 +119,7 @@ def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
     lowest = max(1, 2 * at - length)
     last, start, before = {}, 0, ""
     for block in text():
-        joined, offset = before + block, start - len(before)  # a boundary may span two blocks
+        joined, offset = before + block, start - len(before)  # a boundary may extend over two blocks
         for boundary in BOUNDARIES:
             position = joined.rfind(boundary, max(0, lowest - offset), max(0, at - offset))
             if position >= 0:

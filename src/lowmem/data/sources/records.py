@@ -1,9 +1,9 @@
 """Turns records into documents. A `Reader` yields each record's fields and location, and an `Encoder` tokenizes the
 fields. The sources of JSON lines, tables, data sets of the hub and preference data are `Records` with different readers
-and encoders.
+and encoders. (With data.streaming=true, the source is a `Stream`, which uses `Records`.)
 
-Error messages name the file and the line or row of a record. With data.skip_bad=true, records that cannot be used are
-left out and counted.
+Error messages name the file (or the data set and split) and the line or row of a record. With data.skip_bad=true,
+records that cannot be used are left out and counted.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from lowmem.data.token_store import Split
 
 FIELDS = ("field", "prompt", "completion", "messages")  # the keys of conf/data that select the fields of a record
-NAMED = 3  # number of left-out records that the log names
-# each record counts as at least this many bytes, which limits the number of records that are encoded together
+NAMED = 3  # maximum number of left-out records of a split that the log names
+# minimum bytes that a record counts in the size of a batch, which limits the number of records in a batch
 SMALLEST = 512
 
 
 class Record(NamedTuple):
     where: str  # such as "notes.jsonl, line 3"
     fields: dict | BadRecord  # BadRecord: the line or row is not a record
-    # bytes of the line, or of the fields of a row: about as long as the record, and equal for equal lines or rows, also
-    # in different files
+    # bytes of the line, or of the fields of a row. Equal lines or rows have equal identities, also in different files.
+    # The length is used as the size of the record.
     identity: bytes = b""
     group: bytes = b""  # records of one group go to the same split; empty: the identity is the group
 
@@ -55,29 +55,29 @@ class Reader:
     """The base class of readers of records.
 
     Args:
-        val_from_train: True: both splits come from the same records. A share of about `val_fraction` is held out for
-            validation.
+        val_from_train: True: both splits come from the same records, of which a share of about `val_fraction` is held
+            out for validation.
     """
 
     val_key: str  # override, in error messages, that gives separate validation records, such as "val_path=<a file>"
     held_out_are = "records"  # name, in error messages, of the items that are held out
-    least = 1  # minimum number of different items that are held out
+    least = 1  # minimum number of different items that are held out, see `held_out`
     mend = "Fix it"  # advice, in error messages, about a record that cannot be used
 
     def __init__(self, val_from_train: bool, val_fraction: float) -> None:
         self.val_from_train, self.val_fraction = val_from_train, val_fraction
 
     def key(self) -> list:
-        """Returns this reader's part of the cache key: values that JSON can represent, which depend on the contents and
-        on the settings that change the records."""
+        """Returns this reader's part of the cache key: values that JSON can represent. They depend on the contents of
+        the data and on the settings that change the records."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
-        """Returns the approximate number of bytes to read; None: unknown."""
+        """Returns the approximate number of bytes of a split; None: unknown."""
         raise NotImplementedError
 
     def all_records(self, split: SplitName) -> Iterator[Record]:
-        """Yields the records from which a split is selected, in order. Each call starts again.
+        """Yields, in order, the records from which `records` selects the records of a split. Each call starts again.
 
         Raises:
             Refused: a file or the data set cannot be read.
@@ -97,8 +97,8 @@ class Reader:
 
 
 class FileReader(Reader):
-    """The reader of records in files. Without data.val_path, the records of some files are held out for validation. If
-    there is a single file, some of its records are held out.
+    """The reader of records in files. Without data.val_path, some files are held out for validation or, if there is
+    only one file, some of its records.
 
     Args:
         settings: settings that change the records, for the cache key.
@@ -129,7 +129,7 @@ class FileReader(Reader):
 
 
 def identity(fields: dict) -> bytes:
-    """Returns the identity of a table's row: bytes that are equal for equal rows."""
+    """Returns bytes that are equal for equal fields: the identity of a row (`Record.identity`)."""
     return str(fields).encode(errors="surrogatepass")
 
 
@@ -168,8 +168,7 @@ class Records(StoredSource):
         return self.reader.size(split)
 
     def texts(self) -> Iterator[str]:
-        """Yields the training texts. Records that cannot be used are left out here; `encoded` refuses or counts
-        them."""
+        """Yields the training texts. Records without a usable text are left out, even without `skip_bad`."""
         for record in self.reader.records("train"):
             try:
                 if not isinstance(record.fields, BadRecord) and (text := self.encoder.text(record.fields)):
@@ -190,8 +189,8 @@ class Records(StoredSource):
         """Makes the rows of a split.
 
         Raises:
-            Refused: see `packing.rows`. If a document is too long, the message names its record. It does not if the
-                documents cannot be matched with the records, for example because some records were left out.
+            Refused: see `packing.rows`. If a document is too long, the message names the record of the document, unless
+                documents cannot be matched with records, for example because some records were left out.
         """
         try:
             return self.make_rows(split, seq_len, name)
@@ -220,7 +219,8 @@ class Records(StoredSource):
         batch of records while the calling thread encodes a batch.
 
         Raises:
-            Refused: without `skip_bad`, a record cannot be used.
+            Refused: without `skip_bad`, a record cannot be used; or the encoder refuses the tokenizer or its chat
+                template.
         """
         for batch in ahead(batches(records, lambda record: max(len(record.identity), SMALLEST))):
             self._counts[split][1] += len(batch)
@@ -243,8 +243,8 @@ class Records(StoredSource):
         return [f"{split}: {what}: {n:,}." for split, counts in self._told.items() for what, n in counts.items()]
 
     def _repeated(self) -> list[str]:
-        """Returns notes about splits in which more than half of the records repeat their prompt. (A few answers may
-        quote the prompt.)"""
+        """Returns notes about splits in which more than half of the records repeat their prompt. (In a few records, the
+        answer may quote the prompt.)"""
         notes = []
         for split, repeats in self._repeats.items():
             bad, count = self._counts[split]
@@ -289,7 +289,7 @@ def records(  # noqa: PLR0913
     bos: bool | str = "auto",
     **chat: str | None,
 ) -> Records:
-    """Returns the source with this reader, and with an encoder that the keys select (see `encoder`). Args: chat:
+    """Returns the source with this reader, and with the encoder that the keys select (see `encoder`). Args: chat:
     further arguments of `Chat`."""
     fields = encoder(field, prompt, completion, messages, bos, **chat)
     return Records(reader, fields, name, packing, too_long, skip_bad, bos)
@@ -318,7 +318,7 @@ def records_of_files(  # noqa: PLR0913
 
 
 class _Fields(Encoder):
-    """The base class of encoders of text fields. Args: names: names of the fields; bos: see `Source`."""
+    """The base class of encoders of text fields. Args: names: names of the text fields; bos: see `Source`."""
 
     def __init__(self, *names: str, bos: bool | str = "auto") -> None:
         self.names, self.bos = names, bos
@@ -341,14 +341,15 @@ class _Fields(Encoder):
         return "".join(self.texts(fields))
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]) -> list[Encoded | BadRecord]:
-        """Returns a document for each record, or the error if the record cannot be used."""
+        """Returns for each record its document, or a BadRecord if the record cannot be used."""
         tokens = controls(tokenizer)
         texts = [self._read(fields, tokens) for fields in batch]
         documents = self.documents(tokenizer, [good for good in texts if not isinstance(good, BadRecord)])
         return [bad if isinstance(bad, BadRecord) else next(documents) for bad in texts]
 
     def _read(self, fields: dict, tokens: Collection[str]) -> list[str] | BadRecord:
-        """Returns the texts of a record, or an error if a text contains a control token."""
+        """Returns the texts of a record, or a BadRecord if a text is missing, is not valid or contains a control
+        token. Args: tokens: the control tokens."""
         try:
             texts = self.texts(fields)
         except BadRecord as bad:
@@ -416,7 +417,7 @@ def encoder(
 
 
 def check_no_bos(bos: bool | str) -> None:
-    """Raises Refused if data.bos is true or false. Called for conversations, which do not support these values."""
+    """Raises Refused if data.bos is true or false, values that conversations do not support."""
     if isinstance(bos, bool):
         raise Refused(
             f"data.bos={str(bos).lower()}: the chat template renders all tokens of a conversation, the first one, too. "
@@ -442,8 +443,9 @@ def begins_with(text: str, prompt: str) -> bool:
 
 def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> float:
     """Returns the threshold for `place`: records with a smaller hash are held out for validation. The threshold is
-    `val_fraction`, unless fewer than `least` different records would be held out. Then it is raised so that `least`
-    different records are held out. At most half of all different records are held out in this way, but at least one."""
+    `val_fraction`, unless fewer than `least` different records would be held out. Then the threshold is raised so that
+    `least` different records are held out, or half of all different records if that is less, but at least one. Args:
+    records: the identities (or groups) of all records."""
     lowest: list[float] = []  # the smallest hashes (`place`) of different records, ascending
     for record in records:
         number = place(record)
@@ -458,5 +460,5 @@ def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> f
 def place(record: bytes) -> float:
     """Returns a stable hash of a record, from 0 to 1. A record is held out if its hash is below the threshold from
     `held_out`. So adding data does not move a record to the other split, unless the threshold changes. Args: record:
-    the record's identity."""
+    the record's identity or group."""
     return int.from_bytes(hashlib.sha256(record).digest()[:8], "big") / 2**64

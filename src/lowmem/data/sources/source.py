@@ -2,7 +2,8 @@
 ids.
 
 Each `conf/data/<kind>.yaml` names a class or function that creates a source. Creating a source lists files, but does
-not read their records or texts. `text_files.py` has the sources of text files, and `records.py` the sources of records.
+not read the records or texts in these files. `text_files.py` has the sources of text files, and `records.py` the
+sources of records.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ SplitName = Literal["train", "val"]
 # value of data.bos for runs that an earlier version of lowmem started: texts have no begin-of-text token, and
 # completions are encoded separately from their prompts
 OLDER = "older"
-# a constant in cache keys, in place of a setting of earlier versions that could accept records with control tokens
+# a constant part of cache keys. Earlier versions had a setting here that could accept records with control tokens.
 REFUSE = "refuse"
 
 
 class Encoded(NamedTuple):
     """A document, or a part of a document that is too long to be encoded at once."""
 
-    ids: np.ndarray | list[int]  # including the tokens that begin and end the document, see `framing.py`
+    ids: np.ndarray | list[int]  # (tokens,), including the tokens that begin and end the document
     learned: np.ndarray | None  # (len(ids),) bool; None: all tokens are learned
     text_bytes: int  # bytes of the encoded text, without the tokens that begin and end the document
     ends: bool = True  # False: more of this document follows
@@ -42,17 +43,19 @@ class ChatFormat(Protocol):
     tokens: Sequence[str]  # special tokens for a tokenizer that is trained on the conversations
 
     def dress(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Sets the tokenizer's chat template, which is saved with the tokenizer."""
+        """Sets the tokenizer's chat template, which is saved with the tokenizer, and the end-of-text token that the
+        template needs."""
 
 
 class Encoder:
     """The base class of encoders. An encoder makes documents from the fields of records: texts in `records.py`,
-    conversations in `chat.py`, preferences in `preference.py`."""
+    conversations in `chat.py`, pairs and rated answers in `preference.py`."""
 
     chat: ChatFormat | None = None
 
     def key(self) -> list:
-        """Returns the settings that change the tokens, as values that JSON can represent, for the cache key."""
+        """Returns this encoder's part of the cache key: the settings that change the tokens, as values that JSON can
+        represent."""
         raise NotImplementedError
 
     def text(self, fields: dict) -> str:
@@ -72,12 +75,16 @@ class Encoder:
         self, tokenizer: PreTrainedTokenizerBase, batch: list[dict]
     ) -> list[Encoded | list[Encoded] | BadRecord]:
         """Returns for each record its document or documents, or a BadRecord with the reason why the record cannot be
-        used."""
+        used.
+
+        Raises:
+            Refused: the tokenizer or its chat template cannot be used.
+        """
         raise NotImplementedError
 
     def count(self, fields: dict) -> int:
-        """Returns the number of documents that `encode` makes of a record; 0 if it makes none, or if the number is
-        unknown."""
+        """Returns the number of documents that `encode` makes of a record; 0 if `encode` makes none, or if the number
+        is unknown."""
         return 1
 
     def remarks(self) -> Counter[str]:
@@ -96,11 +103,11 @@ class Source:
     # True or False: texts begin with or without the begin-of-text token; auto: as in `tokenizer(text)`; older: see
     # OLDER
     bos: bool | str = "auto"
-    streams = False  # True: a stream, whose number of rows is unknown
+    streams = False  # True: the number of rows is unknown (`Stream`)
 
     def key(self) -> list:
-        """Returns this source's part of the cache key: values that JSON can represent, which depend on the contents and
-        on the settings that change the tokens."""
+        """Returns this source's part of the cache key: values that JSON can represent. They depend on the contents of
+        the data and on the settings that change the tokens."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
@@ -117,7 +124,8 @@ class Source:
         again. The token store (`data/token_store.py`) calls this method.
 
         Raises:
-            Refused: a file cannot be read or is not text, a record cannot be used, or the split is empty.
+            Refused: the data or the tokenizer cannot be used: for example, a file cannot be read or is not text, a
+                record cannot be used, or the split is empty.
         """
         raise NotImplementedError
 

@@ -1,9 +1,10 @@
-"""Reads rows of csv files one by one (`data=csv`), and rows of parquet files in groups of AT_ONCE (`data=parquet`).
-Neither a complete file nor a complete row group is in memory.
+"""Reads rows of csv files one by one, and rows of parquet files in groups of AT_ONCE. Neither a complete file nor a
+complete row group is in memory. Used by `data=csv` and `data=parquet`, for csv files of `data=hub`, and for parquet
+files of `data=preference`.
 
 This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`. `datasets` reads csv with pandas,
 which turns an empty text or "NA" into null and 1.0 into a number. `datasets` reads parquet with a scanner that keeps
-full row groups in memory. For row groups of 256 MB, memory grows by 300 MB with `datasets`, and by 20 MB with this
+full row groups in memory: for row groups of 256 MB, memory grows by 300 MB with `datasets`, and by 20 MB with this
 module. Only hub.py uses `datasets`.
 """
 
@@ -20,7 +21,7 @@ from lowmem.data.sources.records import FIELDS, BadRecord, Record, Records, iden
 from lowmem.system.errors import Refused
 
 DELIMITERS = {"tab": "\t"}  # names of delimiters for the command line
-LONGEST = 1 << 28  # maximum characters of a cell; in a longer cell a quotation mark is probably missing
+LONGEST = 1 << 28  # maximum characters of a cell; a longer cell probably lacks a quotation mark
 AT_ONCE = 64  # rows of parquet that are read at once; conversations of 100 kB each take 6 MB
 BUFFER = 1 << 20  # bytes of a parquet column that are read at once
 TOOLS = "tools"  # the column with the tools of a conversation, like the field `tools` of JSON records
@@ -49,18 +50,21 @@ def table_parquet(**how: str | float | bool | None) -> Records:
 
 
 def columns_of(how: dict) -> list[str]:
-    """Returns the columns from which records are made. Args: how: arguments of `records`."""
+    """Returns the names of the columns that the encoder reads. Args: how: arguments of `records`."""
     return [how[name] for name in FIELDS if how.get(name)] or ["text"]
 
 
 def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Record]:
     """Yields the rows of a table whose first non-empty line has the names of columns. Each record has all columns, and
-    its `where` is the number of the row's last line. The fields of a row with too many or too few cells are a
-    BadRecord.
+    its `where` names the last line of the row. The fields of a row with too many or too few cells are a BadRecord.
+
+    Args:
+        columns: columns that the table must have.
 
     Raises:
-        Refused: the file cannot be read or is not valid UTF-8; a column is missing or not unique; or a missing
-            quotation mark, or a carriage return outside of quotation marks, makes the following rows ambiguous.
+        Refused: the file cannot be read or is not valid UTF-8; one of `columns` is missing or not unique; or a row
+            cannot be parsed, for example because of a missing quotation mark, a carriage return outside of quotation
+            marks, or a cell longer than LONGEST.
     """
     csv.field_size_limit(LONGEST)
     with readable(file), file.open("rb") as stream:
@@ -129,10 +133,10 @@ def parquet_rows(file: Path, columns: Sequence[str], optional: Sequence[str] = (
 
 
 def without_schema(fields: dict) -> dict:
-    """Returns the columns of a row without nulls in nested objects. A parquet schema gives every object all keys of its
-    column, with null for the keys that the object lacks. Without this function, these nulls would be rendered, for
-    example in the arguments of a tool call. A null of the original data cannot be distinguished from a null of the
-    schema, so it is removed, too. (Nulls in JSON lines are kept.)"""
+    """Returns the columns of a row without nulls in nested objects. A parquet schema gives every object all keys of the
+    objects in its column, with null for the keys that the object lacks. Without this function, these nulls would be
+    rendered, for example in the arguments of a tool call. A null of the original data cannot be distinguished from a
+    null of the schema, so both are removed. (Nulls in JSON lines are kept.)"""
     return {name: _present(value) for name, value in fields.items()}
 
 
@@ -143,7 +147,8 @@ def _present(value: object) -> object:
 
 
 def has_column(file: Path, name: str) -> bool:
-    """Returns whether a parquet file has a column. If the file cannot be read, `parquet_rows` raises the error."""
+    """Returns whether a parquet file has a column. False if the file cannot be read; `parquet_rows` then raises the
+    error."""
     import pyarrow
     from pyarrow import parquet
 

@@ -2,9 +2,9 @@
 Sources that read records from files also call `find_files`.
 
 Training and validation are split *by file*, because a split inside files could put the first half of a function into
-training and the second half into validation. Only a corpus of a single file is cut; its last part is the validation
-split. Creating a `Corpus` reads only the names and sizes of files. While a batch of text is tokenized, a second thread
-reads the next batch.
+training and the second half into validation. Only a single file is divided: its last part is the validation split,
+unless data.val_path is set. Creating a `Corpus` reads only the names and sizes of files. While a batch of text is
+tokenized, a second thread reads the next batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Corpus(StoredSource):
 
     Args:
         on_error: what to do with files that are not valid UTF-8 or contain zero bytes: `refuse` the run, `skip` the
-            file, or `replace` these bytes by U+FFFD.
+            file, or `replace` invalid and zero bytes by U+FFFD.
         tail: share of the text that is held out for validation if `train` and `val` are the same single file; otherwise
             None.
         packing, too_long, bos: see `Source`.
@@ -59,7 +59,7 @@ class Corpus(StoredSource):
     too_long: str = "cut"
     bos: bool | str = "auto"
     skipped: dict[str, int] = field(default_factory=dict, compare=False)  # split -> number of skipped files
-    # split -> number of control tokens in the text
+    # split -> number of control tokens that are spelled out in the text
     controls: dict[str, int] = field(default_factory=dict, compare=False)
 
     def key(self) -> list:
@@ -117,7 +117,7 @@ class Corpus(StoredSource):
         return between(read(), 0, at) if split == "train" else between(read(), at, None)
 
 
-# Tests, third-party packages and generated files, such as tables of code points, do not count as library code.
+# folders with tests, third-party packages and generated files, such as tables of code points
 _NOT_STDLIB = {
     "site-packages",
     "dist-packages",
@@ -133,7 +133,7 @@ _NOT_STDLIB = {
 
 
 def stdlib(val_fraction: float, packing: str = "joined", too_long: str = "cut", bos: bool | str = "auto") -> Corpus:
-    """Returns a corpus with the source files of this machine's Python standard library."""
+    """Returns a corpus with the source files of the running Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f for f in root.rglob("*.py") if not _NOT_STDLIB & set(f.relative_to(root).parts)]
     if not files:
@@ -158,7 +158,8 @@ def text(  # noqa: PLR0913
     bos: bool | str = "auto",
 ) -> Corpus:
     """Returns the corpus of a file or folder. Of a folder, the files that match `pattern` are read. The files of
-    `val_path` are used for validation only."""
+    `val_path` are used for validation only. Raises: Refused: see `find_files`; or, with on_error=refuse, a file
+    contains records (RECORDS)."""
     check_utf8(encoding)
     how = {"on_error": checked_on_error(on_error), "packing": packing, "too_long": too_long, "bos": bos}
     files = find_files(path, pattern, val_fraction, val_path, lambda files: _plain(files, on_error))
@@ -166,7 +167,7 @@ def text(  # noqa: PLR0913
 
 
 class Files(NamedTuple):
-    """The files of both splits. In messages their names are relative to `root`."""
+    """The files of both splits. Messages about records name the files relative to `root`."""
 
     root: Path
     train: list[Path]
@@ -174,7 +175,7 @@ class Files(NamedTuple):
 
     @property
     def val_from_train(self) -> bool:
-        """Returns True if both splits come from the same single file, which has to be divided."""
+        """Returns whether both splits come from the same single file, which has to be divided."""
         return self.train == self.val
 
 
@@ -191,12 +192,13 @@ def find_files(
     Args:
         val_path: one or several paths. The files of the first path are the validation split; the files of all paths are
             excluded from training.
-        usable: list of matching files -> list of the files to use.
+        usable: selects the files to use from the matching files.
 
     Raises:
-        Refused: a path, `pattern` or `val_fraction` is invalid, no file was found, or no file is left for training.
+        Refused: a path, `pattern` or `val_fraction` is invalid, a folder or file cannot be read, no file was found, no
+            file is left for training, or `usable` raises Refused.
     """
-    # named sets of a part of a mixture; for other data, training/build.py passes the paths without names
+    # named sets in a part of a mixture; for other data, training/build.py passes the paths without names
     if isinstance(val_path, Mapping):
         raise Refused(
             f"data.parts.<name>.val_path={dict(val_path)}: each part of a mixture has one validation set. Type "
@@ -247,8 +249,8 @@ def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], lis
 
 
 def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
-    """Returns the matching files, and logs the number of files that do not match, so that users notice if the default
-    pattern finds only a tenth of their text."""
+    """Returns the files below `root` that match the pattern. Logs the number of other files, so that users notice if
+    the default pattern finds only a tenth of their text. Args: typed: the override with the folder, for messages."""
     everything = _all_files(root)
     try:
         files = sorted(f for f in root.glob(pattern) if f.is_file())
@@ -275,7 +277,7 @@ def _all_files(root: Path) -> set[Path]:
     """Returns all files below a folder, except hidden files and files in hidden folders.
 
     Raises:
-        OSError: a folder cannot be read; `glob` would silently skip it.
+        OSError: a folder cannot be read. (`glob` silently skips such a folder.)
     """
 
     def refuse(error: OSError) -> None:
@@ -301,7 +303,8 @@ def _plain(files: Sequence[Path], on_error: str) -> list[Path]:
 
 def split(root: Path, files: list[Path], val_fraction: float) -> Files:
     """Holds out complete files, in the order of a hash of their names, until they have `val_fraction` of the bytes. At
-    least one file is held out, and at least one remains for training. A single file provides both splits."""
+    least one file is held out, and at least one remains for training. If there is only one file, it is in both splits,
+    and has to be divided (`Files.val_from_train`). Raises: Refused: `val_fraction` is not between 0 and 1."""
     if not 0.0 < val_fraction < 1.0:
         raise Refused(
             f"data.val_fraction={val_fraction}: type a fraction between 0 and 1, such as data.val_fraction=0.05."
@@ -317,5 +320,5 @@ def split(root: Path, files: list[Path], val_fraction: float) -> Files:
 
 
 def _name(file: Path, root: Path) -> bytes:
-    """Returns the name below `root` as the file system's bytes, which may not be valid UTF-8."""
+    """Returns the path relative to `root` as the file system's bytes, which may not be valid UTF-8."""
     return os.fsencode(file.relative_to(root).as_posix())

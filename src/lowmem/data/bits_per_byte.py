@@ -25,8 +25,9 @@ BEFORE = 4  # tokens of context; enough to complete a character of at most 4 byt
 
 
 def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], float]:
-    """Returns a function that converts nats per label to bits per byte, or returns nan if the labels have no text. Its
-    first call counts the labels and bytes. An end-of-text token counts as a label without bytes."""
+    """Returns a function that converts nats per label to bits per byte, or returns nan if the labels have no text. The
+    labels and bytes are counted at the first call of the returned function. An end-of-text token counts as a label
+    without bytes."""
     counted = cache(lambda: _counted(tokens, val))
 
     def bits(nats: float) -> float:

@@ -187,8 +187,8 @@ class Documents(_Apart):
         self.report |= {"rows": len(self), "fill": tokens / (len(self) * seq_len)}
 
     def _packed_once(self, split: Split, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the packed order, as `packed` does. If the tokens are on disk, the order is stored beside them, and
-        later runs read the stored order, since packing 5 million documents takes seconds."""
+        """Returns the result of `packed`. If the tokens are on disk, the result is stored in the folder of the tokens,
+        and later runs read the stored result, because packing 5 million documents takes seconds."""
         where = getattr(split.ids, "filename", None)
         if where is None:  # the tokens are only in memory
             return packed(self.lengths, self.seq_len)

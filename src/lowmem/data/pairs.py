@@ -3,7 +3,7 @@
 A pair is two consecutive documents in the token store: the prompt with the chosen answer, then the prompt with the
 rejected answer. Only tokens of the answers are labels. `PaddedPairs` gives each answer, after its prompt, a separate
 row; the two rows of a pair are adjacent. `PackedPairs` fills rows with complete pairs. A pair is never split across
-micro-batches or devices, since its loss depends on both answers. `rated.py` makes rows of rated answers, whose loss
+micro-batches or devices, because its loss depends on both answers. `rated.py` makes rows of rated answers, whose loss
 does not compare the two answers of a pair.
 
 A micro-batch contains the number of labels of each answer, so that pairs can be counted without reading their tokens.
@@ -35,7 +35,7 @@ class AnswerBatch(MicroBatch):
 
     ANSWERS: ClassVar[int] = 1  # answers per unit: 2 for a pair, 1 for a rated answer
 
-    lengths: Tensor | None = None  # (B, K) int64: number of labels of each answer in a row; 0: no answer
+    lengths: Tensor | None = None  # (B, K) int64: number of labels of each of the K answers of a row; 0: no answer
     reference: Tensor | None = None  # (B, K) fp64: log-probabilities under the reference model; None: not needed
 
     @cached_property
@@ -45,7 +45,7 @@ class AnswerBatch(MicroBatch):
     @property
     def compared(self) -> tuple[Self, ...]:
         """Returns the micro-batches for which the reference model computes log-probabilities, which together fill the
-        two columns of `AnswerRows.reference`."""
+        two columns of `AnswerRows.reference` (pairs: one micro-batch; rated answers: one for each column)."""
         return (self,)
 
     @property

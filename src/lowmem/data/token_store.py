@@ -36,8 +36,8 @@ COUNTED_AT_ONCE = 1 << 20
 # of 2 MB takes minutes. Split into pieces of 256 bytes, the same word takes 6 s. The longest word in Python's standard
 # library has 80 bytes.
 LONGEST_WORD = 256
-# Number of characters of text, at most about this many, on which a BPE is trained (see `_spread`). More text would
-# hardly change the merges, but would take more memory for the table of words.
+# A BPE is trained on at most about this many characters of text (see `_spread`). More text would hardly change the
+# merges, but would take more memory for the table of words.
 LEARNED_FROM = 1 << 27
 LOOKED_AT = 10_000  # maximum number of distinct validation documents that are searched for in the training text
 
@@ -106,8 +106,8 @@ def tokenize(
 
     Args:
         vocab_size: vocabulary size of the byte-level BPE that is trained on the training text if `tokenizer` is None.
-        tokenizer: encodes the documents, after `dress` has set its chat template and begin-of-text token as the source
-            requires; None: train a BPE.
+        tokenizer: encodes the documents. First, `dress` changes its chat template and begin-of-text token as the source
+            requires. None: train a BPE.
         special_tokens: special tokens of the trained BPE, besides the end-of-text token and the special tokens of the
             source's chat format.
 
@@ -403,7 +403,7 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> int:
         return len(text.rstrip("\N{REPLACEMENT CHARACTER}").encode())
     times = np.bincount(ids)
     different = np.flatnonzero(times)
-    added = tokenizer.get_added_vocab()  # text as it is; in all other tokens each character represents one byte
+    added = tokenizer.get_added_vocab()  # plain text; in all other tokens each character represents one byte
     tokens = tokenizer.convert_ids_to_tokens(different.tolist())
     return int(times[different] @ [len(token.encode() if token in added else token) for token in tokens])
 

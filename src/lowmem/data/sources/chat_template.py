@@ -52,8 +52,8 @@ class Rendered(NamedTuple):
     Args:
         answers: number of learned answers.
         written: positions at which an answer begins with text of the template, such as an empty thought, and not with
-            text of its message. Empty, because not determined, if `render` uses the spans that the template marks in
-            the full conversation unchanged.
+            text of its message. Empty if `spans` are the marked spans of the full conversation, because `render` then
+            does not determine these positions.
     """
 
     text: str

@@ -262,7 +262,11 @@ class AnswerEncoder(Encoder):
     def chats(self) -> dict[str, Chat]:
         """Returns a mapping from the name of each field with conversations to the encoder of these conversations. The
         mapping is empty if the answers are texts. The first access reads records up to the first record with an
-        answer."""
+        answer.
+
+        Raises:
+            Refused: the answers are conversations, and data.bos is true or false or the template file cannot be read.
+        """
         first, names = self.first(), (*self.names, self.fields.completion)
         if isinstance(_listed(first.get(self.fields.answered(first))), str) and self.fields.answered(first) in names:
             return {}
@@ -402,8 +406,8 @@ class AnswerEncoder(Encoder):
     def _continued(self, prompt: object, name: str, answer: object) -> object:
         """Returns the messages of a prompt followed by the messages of an answer. If the answer already contains the
         prompt, or begins with the last messages of the prompt, these messages are not repeated. Without a prompt,
-        returns only the answer. An answer that is not messages is returned unchanged; the encoder of the field then
-        returns a BadRecord.
+        returns only the answer. An answer that does not consist of messages is returned unchanged; the encoder of
+        the field then returns a BadRecord.
 
         Args:
             name: name of the field with the answer.
@@ -432,7 +436,7 @@ class AnswerEncoder(Encoder):
     def _check_ends(self, both: Mapping[str, object]) -> None:
         """Checks that each conversation ends with an answer of the assistant. If data.prompt names a field, a message
         of another role than assistant or tool must come before the answer. With data.assistant=all, the last answer
-        must not be empty. A conversation that is not a list of messages is checked later, by its encoder.
+        must not be empty. A value that is not a list is checked later, by the encoder of the field.
 
         Args:
             both: name of a field -> the conversation in this field.

@@ -2,9 +2,9 @@
 Sources that read records from files also call `find_files`.
 
 Training and validation are split *by file*, because a split inside files could put the first half of a function into
-training and the second half into validation. Only a single file is divided: its last part is the validation split,
-unless data.val_path is set. Creating a `Corpus` reads only the names and sizes of files. While a batch of text is
-tokenized, a second thread reads the next batch.
+training and the second half into validation. Only a single text file is divided: its last part is the validation
+split, unless data.val_path is set. Creating a `Corpus` reads only the names and sizes of files. While a batch of text
+is tokenized, a second thread reads the next batch.
 """
 
 from __future__ import annotations

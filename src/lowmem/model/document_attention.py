@@ -12,7 +12,8 @@ document would have in a separate row.
     head sizes that the kernel does not support
     a single document in each row                            one call of torch's SDPA without a mask
     masks that offsets cannot replace, such as a sliding     torch's SDPA with the mask
-    window shorter than the row; compiled blocks
+    window shorter than the row; compiled blocks; models
+    that need a mask (`packed_attention.verify`)
 
 A mask is converted from bool to floating point once for all layers that share it. With a bool mask, torch's SDPA would
 convert the mask in every layer, and save each copy for backward.

@@ -1,10 +1,10 @@
 """Loads a Hugging Face causal language model: with published weights, or with random weights for an architecture.
 
-Published weights are memory-mapped from safetensors files. A tensor that already has the dtype that the precision needs
-stays in mapped pages of its file, unless transformers joins it with other tensors. The remaining tensors are converted
-one at a time, so that host memory need not hold two copies of the model. Random weights are drawn in fp32 and rounded
-to the dtype that the precision needs, one tensor at a time. So, up to rounding, a seed gives the same initial weights
-with every precision.
+Published weights are memory-mapped from safetensors files. A tensor that already has the requested dtype stays in
+mapped pages of its file, unless it is joined with other tensors or quantized, or gets additional rows. The remaining
+tensors are converted tensor by tensor, at most four at the same time, so host memory need not hold two copies of the
+model. Random weights are drawn in fp32 and rounded to the requested dtype, one tensor at a time. So, up to rounding, a
+seed gives the same initial weights in every dtype.
 """
 
 import inspect
@@ -73,9 +73,17 @@ class Described(NamedTuple):
 
 def describe(run: Run, plans: bool = False) -> Described:
     """Reads the configuration and the tokenizer of a run's model without loading weights, and adds the tokens that the
-    run needs to the tokenizer. Args: run: the settings; plans: True: the weights will not be loaded. In this case, the
-    configuration of a hub id is read only if `model.architecture` has no model_type, and the tokenizer is read only if
-    the run needs additional tokens."""
+    run needs to the tokenizer.
+
+    Args:
+        run: the settings.
+        plans: True: the caller will not load weights with this description. In this case, the configuration of a hub id
+            is read only if `model.architecture` has no model_type, and the tokenizer is read only if the run needs
+            additional tokens.
+
+    Raises:
+        Refused: see `architecture` and `tokenizer`.
+    """
     spec, wanted = run.model, vocabulary.wanted(run)
     says_all = "model_type" in (spec.architecture or {})
     elsewhere = plans and says_all and not _is_folder(spec.name)
@@ -90,9 +98,10 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
     except dtype.
 
     Raises:
-        Refused: the configuration cannot be read; the weights are missing, damaged or quantized, or do not match the
-        configuration; `model.architecture` has a key that the architecture does not have, or a value with which it does
-        not work; or the model is not a causal language model.
+        Refused: the configuration cannot be read; the weight files of a folder are missing or damaged; the weights are
+            quantized, or have layers that the configuration does not have (files of a hub id are checked only if they
+            are on this machine); `model.architecture` lacks model_type, has a key that the architecture does not have,
+            or a value with which the architecture does not work; or the model is not a causal language model.
     """
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
     # with random weights, the decoder of an encoder-decoder model can be built
@@ -114,7 +123,7 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
 
 
 def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:
-    """Raises Refused if the configuration, or `dtype`, says that the weights are quantized.
+    """Raises Refused if the configuration says that the weights are quantized, or if `dtype` is not None.
 
     Args:
         spec: the settings `model.*`.
@@ -201,7 +210,7 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
 
 def _refuse_impossible(config: PretrainedConfig, typed: Mapping[str, object]) -> None:
     """Raises Refused for two kinds of values that transformers accepts in a configuration, but with which the model
-    fails: a number of key-value heads that does not divide the number of heads, and a dropout probability that is not
+    fails: a typed num_key_value_heads that does not divide the number of heads, and a dropout probability that is not
     between 0 and 1. Args: typed: keys and values of `model.architecture`."""
     values = config.get_text_config(decoder=True).to_dict()
     heads, groups = values.get("num_attention_heads"), typed.get("num_key_value_heads")
@@ -225,8 +234,8 @@ def vocab_size(config: PretrainedConfig) -> int:
 
 
 def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer that `tokenizer=` names, or without this key the tokenizer of the published model. Returns
-    None if a tokenizer will be trained on the data."""
+    """Returns the tokenizer that `tokenizer=` names, or without this key the tokenizer of `model.name`. Returns None if
+    the model has only an architecture and no `tokenizer=`: then a tokenizer will be trained on the data."""
     spec = run.model
     if run.tokenizer is not None:
         return tokenizer(run.tokenizer, spec.trust_remote_code, key="tokenizer")
@@ -244,7 +253,7 @@ def _of_type(model_type: str, **keys: object) -> PretrainedConfig:
 
 
 def _is_read(config: PretrainedConfig, key: str) -> bool:
-    """Returns True if the source code of the model class reads a key from the config. Some model classes read keys that
+    """Returns True if the source file of the model class reads a key from the config. Some model classes read keys that
     the class of the config does not declare, such as head_dim in qwen3_moe."""
     network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if network is None:
@@ -326,16 +335,18 @@ def _place(name: str, key: str = "model.name") -> str:
 
 
 def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: bool = False) -> torch.dtype:
-    """Returns the dtype in which a run's weights are loaded. This is `run.loaded_in`, with one exception: with
-    weights.drive=, weights that are published in the dtype of matmul inputs are loaded in this dtype, since host memory
-    may not have room for fp32 copies. The exception does not apply to a model to which tokens are added.
+    """Returns the dtype in which `causal_lm` (`training/build.py`) loads a run's weights, unless `stored_narrower` or a
+    saved adapter (`adapter.path`) determines another dtype.
+
+    This is `run.loaded_in`, with one exception for weights.drive=, since host memory may not have room for fp32 copies:
+    weights that are published in the dtype of matmul inputs, and with `in_16_bits` all weights, are loaded in the dtype
+    of matmul inputs. The exception does not apply to a model to which tokens are added.
 
     Args:
         run: the settings.
         described: the model.
-        in_16_bits: True: a checkpoint will replace the weights, so with weights.drive= they are loaded in the dtype of
-            matmul inputs, whatever their published dtype.
-        plans: True: the weights will not be loaded, so no request is sent to the hub.
+        in_16_bits: True: a checkpoint will replace the weights.
+        plans: True: the caller will not load the weights, so no request is sent to the hub.
     """
     wide, products = getattr(torch, run.loaded_in), getattr(torch, run.multiplies_in, None)
     if run.drive_folder is None or described.added is not None:
@@ -344,10 +355,10 @@ def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: boo
 
 
 def stored_in(described: Described, plans: bool) -> torch.dtype | None:
-    """Returns the 16-bit dtype of a model's published weights. Returns None if the weights have several dtypes, or a
-    dtype other than bf16 and fp16; if they are random, or belong to a model to which tokens are added; or if their
-    files cannot be inspected. Weights that are loaded in the returned dtype stay in mapped pages of their files (joined
-    tensors do not: `joins_tensors`). The operating system can evict these pages if memory is short.
+    """Returns the dtype of a model's published weights if all of them are bf16, or all of them are fp16. Otherwise
+    returns None, and also for random weights, for a model to which tokens are added, and if the files cannot be
+    inspected. Weights that are loaded in the returned dtype stay in mapped pages of their files, except joined tensors
+    (see `joins_tensors`). The operating system can evict these pages if memory is short.
 
     The dtype is read from the headers of the files, on this machine or on the hub. If the files have not been
     downloaded and `plans` is True, the dtype of the configuration is returned instead, which may be fp32 or None.
@@ -406,7 +417,7 @@ def load(
     described: Described, weights_dtype: torch.dtype, quantization: QuantizationConfigMixin | None = None
 ) -> PreTrainedModel:
     """Returns the model in training mode, with every parameter in `weights_dtype`. The parameters are in host memory,
-    or on the meta device in a rank that does not load weights (`OneDevice.building`).
+    or on the meta device in a rank that does not load weights (`Divided.building`).
 
     Args:
         described: the model.
@@ -414,7 +425,8 @@ def load(
         quantization: quantizes published weights while they are loaded; None: no weight is quantized.
 
     Raises:
-        Refused: the weights cannot be loaded, or a tensor is missing or has a wrong shape; the architecture cannot be
+        Refused: the weights cannot be loaded, or a tensor is missing or has a wrong shape; weights that had to be
+            downloaded are quantized, or have layers that the configuration does not have; the architecture cannot be
             built; or the model, or this machine, does not support the attention implementation.
     """
     spec = described.spec
@@ -462,7 +474,7 @@ def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]
         return build_with(attention)
     except (ImportError, ValueError) as error:
         reason = first_line(error)
-    torch.set_rng_state(drawn)  # so that the second attempt draws the random numbers that the first has drawn
+    torch.set_rng_state(drawn)  # so that the second attempt draws the same random numbers as the first
     try:
         model = build_with("eager")
     except (ImportError, ValueError) as error:
@@ -480,7 +492,7 @@ def _with_attention(attention: str, build_with: Callable[[str], PreTrainedModel]
 def drawn_in_fp32() -> Iterator[None]:
     """Context manager in which the initial values of 16-bit parameters are drawn in fp32 and rounded, one tensor at a
     time. If they were drawn in 16 bits, most distributions would give values that differ from the fp32 values of the
-    same seed."""
+    same seed by more than rounding."""
 
     def widened(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def drawn(tensor: Tensor, *args, **kwargs) -> Tensor:
@@ -494,7 +506,7 @@ def drawn_in_fp32() -> Iterator[None]:
         return drawn
 
     draws = {name: widened(draw) for name, draw in initialization.TORCH_INIT_FUNCTIONS.items()}
-    # The guard replaces the functions of torch.nn.init, which constructors of torch's modules call.
+    # The guard makes the functions of torch.nn.init, which constructors of torch's modules call, use `draws`.
     with patch.dict(initialization.TORCH_INIT_FUNCTIONS, draws), initialization.guard_torch_init_functions():
         yield
 
@@ -570,7 +582,7 @@ def check_architecture(run: Run) -> None:
     its weight files and the model class.
 
     Raises:
-        Refused: see `architecture`; or seq_len exceeds the maximum sequence length of the architecture.
+        Refused: see `describe`; or seq_len exceeds the maximum sequence length of the architecture.
     """
     check_positions(run.seq_len, positions(describe(run, plans=True).config))
     if run.model.pretrained and _is_folder(run.model.name):

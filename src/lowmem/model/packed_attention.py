@@ -64,7 +64,10 @@ def keeps_apart(model: PreTrainedModel, input_ids: Tensor, longest: int = 0) -> 
     Args:
         model: the model.
         input_ids: (B, T) with T >= 4. Each row is split into three documents.
-        longest: number of tokens in a row of the run.
+        longest: number of tokens in a row of the run. If it is at most T, no lengths are reduced for a second test.
+
+    Raises:
+        Refused: the logits contain inf or nan.
     """
     tokens = input_ids.shape[1]
     lengths = [tokens // 4, tokens // 3, tokens - tokens // 4 - tokens // 3]
@@ -107,7 +110,7 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
 
     Each boundary needs a separate forward pass, because compiled code frees its saved tensors in backward. If the model
     has a head, backward starts from the head's input instead of the logits, because a streamed head does not keep its
-    tiles for backward. Both give the same answer, since the head computes each token independently.
+    tiles for backward. The answer is the same, since the head computes each token independently.
     """
     embedded: list[Tensor] = []
     features: list[Tensor] = []
@@ -124,7 +127,8 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
         with torch.inference_mode(False), torch.enable_grad():  # because an evaluation runs in inference mode
             packed = {name: tensor.clone() for name, tensor in packed.items()}
             logits = model(**packed, use_cache=False).logits
-            behind = (features[0] if features else logits)[:, boundary:].float().logsumexp(-1).sum()  # of (B, T, H)
+            # a scalar that depends on each output from `boundary` on
+            behind = (features[0] if features else logits)[:, boundary:].float().logsumexp(-1).sum()
     finally:
         for hook in hooks:
             hook.remove()
@@ -136,7 +140,7 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
 
 def verify(model: PreTrainedModel, row: Tensor) -> None:
     """Checks that documents in a row do not attend to each other. If the check fails without a mask, selects attention
-    with a mask and checks again.
+    with a mask and checks again. If the model is sharded, all ranks must call this function.
 
     Args:
         model: the model.

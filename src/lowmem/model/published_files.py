@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightConverter
 
 from lowmem.system.torch_private import all_unexpected
 
-ROWS = 4096  # number of rows of two matrices that are compared at once
+ROWS = 4096  # maximum number of rows of each of two matrices that are compared at once
 # names of buffers that files of earlier transformers versions contain, and that model classes compute themselves
 _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$")
 _TRAINABLE = {"F64", "F32", "F16", "BF16"}  # dtypes in which weights can be trained, by their names in safetensors
@@ -94,8 +94,8 @@ def named(said: dict) -> str:
 
 
 def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
-    """Returns the differences between a folder's files and the model class. Returns None if the folder has no
-    safetensors files, if the model's code is in its repository instead of in transformers, or if the model cannot be
+    """Returns the differences between a folder's files and the model class. Returns None if the folder has no files
+    that `headers` reads, if the model's code is in its repository instead of in transformers, or if the model cannot be
     built. In the last case, `loading.load` reports the reason."""
     tensor_headers = headers(folder)
     if not tensor_headers or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -112,8 +112,7 @@ def compare(folder: Path, config: PretrainedConfig) -> Compared | None:
 
 def joins_tensors(config: PretrainedConfig) -> bool:
     """Returns True if transformers joins tensors of the published files, such as the experts of a block, into one
-    tensor. A joined tensor is copied into memory, while other tensors can stay mapped pages of their file.
-    """
+    tensor. A joined tensor is copied into memory, while other tensors can stay in mapped pages of their file."""
     conversions = get_checkpoint_conversion_mapping(config.model_type) or ()
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
@@ -154,7 +153,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _own_head(model: PreTrainedModel, tensor_headers: dict[str, TensorHeader]) -> bool:
-    """Returns True if the files contain both tensors of a tied pair, with different values."""
+    """Returns True if the files contain both tensors of a tied pair, with different values or shapes."""
 
     def in_files(name: str) -> str | None:
         names = (name, name.removeprefix(f"{model.base_model_prefix}."))

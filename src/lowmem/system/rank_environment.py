@@ -29,7 +29,7 @@ REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor to which
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: the address of the store
 LOG = "output.log"  # name of the file with the output of a rank or a job, in its folder
-MOST = 4000  # characters: a report keeps this many at the end of a long message, to fit into a pipe's buffer
+MOST = 4000  # maximum characters of the beginning, and of the end, of a long message in a report (see `_shortened`)
 ORPHANED = 30.0  # seconds that a rank has to write a checkpoint after the command that started it has exited
 LOOK = 0.1  # seconds between two polls of the store; Python handles signals between them
 
@@ -63,13 +63,13 @@ def of_run() -> Path | None:
 
 
 def folder(run: Path, rank: int) -> Path:
-    """Returns the folder for the files that only this rank writes. The folder of rank 0 is the run's folder."""
+    """Returns the folder for the files that only the given rank writes. The folder of rank 0 is the run's folder."""
     return run / f"rank-{rank}" if rank else run
 
 
 def check(devices: int) -> None:
-    """Raises Refused if an environment variable of torchrun is not a number, if the number of ranks differs from
-    devices=, or if SLURM has started several processes that would each start all ranks."""
+    """Raises Refused if a variable of NUMBERS is set, but not to a number; if this process is a rank, and the number of
+    ranks differs from `devices`; or if SLURM has started several processes, each of which would start all ranks."""
     if wrong := _no_numbers():
         raise Refused(
             f"{wrong[0]}={os.environ[wrong[0]]}: this is not a number. Start ranks with torchrun; for a run without "
@@ -124,11 +124,12 @@ def report(how: str, message: str = "") -> None:
     report.
 
     Args:
-        how: "done": complete, even if threads of libraries fail while the process exits; "interrupted": by a signal,
-            with a checkpoint; "ended": immediately, by a signal; "lost": another rank has exited; "not uploaded":
-            complete except for upload or conversion of the model; "failed": by another error.
-        message: "interrupted": the name of the signal; "ended": a sentence that begins with this name; otherwise the
-            error message.
+        how: "done": the run is complete, whatever the exit code will be (threads of libraries may fail while the
+            process exits); "interrupted": by a signal, with a checkpoint; "ended": immediately, by a signal; "lost":
+            the error is a `RankLost`; "not uploaded": the run is complete except for upload or conversion of the model;
+            "failed": by another error.
+        message: "done": empty; "interrupted": the name of the signal; "ended": a sentence that begins with the name of
+            the signal; otherwise the error message.
     """
     if REPORTS in os.environ:
         with suppress(OSError):  # the command itself is gone
@@ -137,7 +138,8 @@ def report(how: str, message: str = "") -> None:
 
 def _shortened(message: str) -> str:
     """Returns the message if it has at most MOST characters. Of a longer message, such as a traceback, returns the
-    first line (at most MOST characters), a line with "...", and the complete lines among the last MOST characters."""
+    first line (at most MOST characters), a line with "...", and the complete lines among the last MOST characters. So
+    the report fits into the buffer of a pipe."""
     if len(message) <= MOST:
         return message
     return "\n".join((message.splitlines()[0][:MOST], "  ...", *message[-MOST:].splitlines()[1:]))
@@ -150,10 +152,10 @@ def says(message: str) -> bool:
     """Returns whether the caller should print an error on this rank's stderr.
 
     With lowmem's own command, all ranks except rank 0 print the error to stderr, which is their own log, and the
-    command prints the error that a rank reports. With torchrun, a rank whose stderr is redirected to its own log prints
-    each error there. If it is the first rank with the error, this function also writes the error to the terminal. If
-    stderr is not redirected, only the first rank with the error prints it. If the store is not hosted by torchrun's
-    agent, or is no longer available, every rank counts as the first rank with the error.
+    command prints the error that a rank reports on the terminal. With torchrun, a rank whose stderr is redirected to
+    its own log prints each error there, and the first rank with an error also writes this error to the terminal (in
+    this function). If stderr is not redirected, only the first rank with the error prints it. If the store is not
+    hosted by torchrun's agent, or is no longer available, every rank counts as the first rank with the error.
     """
     if of_run() is not None:
         return number() > 0
@@ -177,8 +179,8 @@ _terminal: list[int] = []  # file descriptor of the original stderr, if the outp
 
 
 def redirected(run: Path) -> None:
-    """Redirects stdout and stderr of a rank that torchrun started to the rank's own log, as lowmem's own command
-    does."""
+    """Redirects stdout and stderr of a rank that torchrun started to the rank's own log. (lowmem's own command does
+    this for the ranks that it starts, except for rank 0.)"""
     log = folder(run, number()) / LOG
     log.parent.mkdir(exist_ok=True)
     _terminal.append(os.dup(sys.stderr.fileno()))
@@ -190,12 +192,12 @@ def redirected(run: Path) -> None:
 
 
 def agreed(claimed: Path | None) -> Path:
-    """Returns the run's folder, on which all ranks agree: rank 0 claims it, and the other ranks read it from the store.
+    """Returns the run's folder, on which all ranks agree: rank 0 writes it to the store, and the other ranks wait for
+    it and read it. If rank 0 fails before it has a folder, torchrun ends the waiting ranks. With another launcher rank
+    0 hosts the store, so the waiting ranks lose their connection and raise an error.
 
     Args:
-        claimed: on rank 0, the folder that this rank has claimed. None on other ranks, which wait for rank 0; if rank 0
-            fails before it has a folder, torchrun ends the waiting ranks. With another launcher the waiting ranks get
-            an error, because rank 0 hosts the store.
+        claimed: on rank 0, the folder that this rank has claimed; None on other ranks.
     """
     store = _store()
     if claimed is not None:
@@ -209,7 +211,7 @@ def agreed(claimed: Path | None) -> Path:
 @cache  # the store is closed when its last reference is deleted
 def _store():
     """Returns torchrun's store. If another launcher has set the environment variables, returns a store that rank 0
-    hosts; torch's process group will use it, too."""
+    hosts, and that torch's process group will use, too. Raises: Refused: a variable of MEETING is not set."""
     from datetime import timedelta
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise two C++ traces if a host does not answer

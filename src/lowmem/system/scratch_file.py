@@ -93,8 +93,8 @@ class Drive:
         self.folder, self.disk = folder, disk or Disk()
         self.read_bytes = self.written_bytes = 0
         self._threads: ThreadPoolExecutor | None = None
-        # guards the creation of the pool, and the counts: one thread reads weights while the host thread reads and
-        # writes optimizer state
+        # guards the creation of the pool, and the counts: other threads read 16-bit weights while the host thread reads
+        # and writes masters and optimizer state
         self._lock = Lock()
         folder.mkdir(parents=True, exist_ok=True)
         self.direct = self._takes_direct()
@@ -169,7 +169,8 @@ class Moving:
 
 
 class ScratchFile:
-    """An unnamed file on a drive. All offsets and lengths must be multiples of a page."""
+    """An unnamed file on a drive. For `read` and `write`, offsets, lengths and memory addresses must be multiples of a
+    page."""
 
     def __init__(self, drive: Drive) -> None:
         self.drive, self.size = drive, 0
@@ -179,7 +180,7 @@ class ScratchFile:
 
     def grow(self, size: int) -> None:
         """Extends the file to `size` bytes and allocates their space. A no-op if the file is large enough. Raises:
-        OSError: the drive is full."""
+        OSError: the space cannot be allocated, for example because the drive is full."""
         if size > self.size:
             self.drive.disk.reserve(self._file, self.size, size - self.size)
             self.size = size
@@ -200,8 +201,9 @@ class ScratchFile:
         return view
 
     def check(self) -> None:
-        """Reads the whole file once, so that an unreadable drive raises an OSError here. Without this check, an
-        unreadable page of a memory map would end the process with a signal (SIGBUS) and without a message."""
+        """Reads the whole file once, in the calling thread, so that an unreadable drive raises an OSError here. Without
+        this check, an unreadable page of a memory map would end the process with a signal (SIGBUS) and without a
+        message."""
         memory = buffer(PIECE)
         for start in range(0, self.size, PIECE):
             part = memoryview(memory)[: min(PIECE, self.size - start)]

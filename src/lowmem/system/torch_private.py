@@ -1,9 +1,9 @@
 """Wraps every private part of torch and transformers that this package uses. All other files import the wrappers from
 here.
 
-The docstring or comment of a wrapper states its purpose and, after "Instead", what could replace the private part.
-`test_torch_private.py` fails if a new version has removed or changed a private part, and refuses private names of other
-packages outside this file and `lightning_private.py`.
+The docstring or comment of a wrapper states its purpose and, except for the constants, after "Instead" what could
+replace the private part. `test_torch_private.py` fails if a new version has removed or changed a private part, and
+refuses private names of other packages outside this file and `lightning_private.py`.
 """
 
 import warnings
@@ -321,11 +321,14 @@ def _documents(position_ids: Tensor) -> Tensor:
 
 def hand_on_first_tokens() -> None:
     """Patches transformers for the rest of the process, so that finding the documents of packed rows does not make the
-    host wait for the GPU. The loader sets `counted_first` (a list: the offset of each document's first token, and the
-    number of tokens) on position ids. The patched function uses this list, and also sets it on the document indices
-    from which masks are made. If each row is a single document, the function returns None, so that transformers makes
-    masks without document indices. For position ids without `counted_first`, transformers reads the values from the
-    GPU. Instead: an argument of transformers."""
+    host wait for the GPU.
+
+    The loader sets the attribute `counted_first` of position ids: a list with the offset of each document's first token
+    in the concatenated rows, and at the end the total number of tokens. The patched function sets this list also on the
+    document indices from which masks are made. If each row is a single document, the patched function returns None, so
+    that transformers makes masks without document indices. For position ids without `counted_first`, transformers reads
+    the values from the GPU. Instead: an argument of transformers.
+    """
     from transformers import masking_utils
 
     asked = masking_utils.find_packed_sequence_indices
@@ -345,9 +348,9 @@ def hand_on_first_tokens() -> None:
 
 def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None:
     """Returns the list `counted_first` (see `hand_on_first_tokens`) of the document indices from which transformers
-    made a mask function. None if the mask, for rows of `tokens` tokens, does anything except causal masking within each
-    document, or if the document indices have no such list. Instead: evaluating the mask, which reads from the
-    device."""
+    made a mask function. Returns None if these indices have no such list, or if the mask does anything except causal
+    masking within each document; a sliding window of at least `tokens` tokens, the length of a row, has no effect and
+    is allowed. Instead: evaluating the mask, which reads from the device."""
     first, made_by, parts = None, set(), [mask_function]
     for part in parts:  # the loop appends to this list
         if isinstance(part, Tensor):
@@ -371,9 +374,9 @@ def tensors_count_as_real() -> AbstractContextManager:
 
 
 def rebuild_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Rebuilds DDP's buckets in the order in which gradients became ready. Called before training, so that DDP does not
-    rebuild the buckets before the second window, when old and new buckets would exist at the same time. Instead: DDP's
-    own rebuild."""
+    """Rebuilds DDP's buckets in the order in which gradients became ready. All ranks must call this function. Called
+    before training: DDP's own rebuild, in a later forward pass, would create new buckets while gradients still keep the
+    old buckets in memory. Instead: DDP's own rebuild."""
     ddp.reducer._rebuild_buckets()
 
 

@@ -22,11 +22,11 @@ from lowmem.system.errors import Refused
 
 
 class AuxiliaryLoss:
-    """Reads the auxiliary loss in hooks on a model's forward pass. Args: model: a model for which `asked_for` returns
-    True."""
+    """Reads the auxiliary loss in hooks on a model's forward pass. A forward pass raises Refused if the model class
+    computes no auxiliary loss. Args: model: a model for which `asked_for` returns True."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._last: Tensor | None = None  # the loss of the last forward pass
+        self._last: Tensor | None = None  # auxiliary loss of the last forward pass, times its factor
         self._passes = 0  # number of forward passes in progress; may exceed 1 with weights.order=by_layer
         self._real: Tensor | None = None  # (B, T) bool, mask for the next forward pass
         self._mask: Tensor | None = None  # mask of the latest forward pass, until `_before_body` removes it
@@ -35,12 +35,13 @@ class AuxiliaryLoss:
         model.register_forward_hook(self._after, always_call=True)
 
     def count(self, real: Tensor | None) -> None:
-        """Sets the tokens that count in the loss of the next forward pass. Args: real: (B, T) bool, True for tokens
-        that count; None: all tokens count."""
+        """Sets the tokens that count in the auxiliary loss of the next forward pass. Args: real: (B, T) bool, True for
+        tokens that count; None: all tokens count."""
         self._real = real
 
     def take(self) -> Tensor:
-        """Returns the auxiliary loss of the last forward pass, a scalar, and drops the reference to it."""
+        """Returns the auxiliary loss of the last forward pass, times its factor, as a scalar. Drops the reference to
+        it, so a second call would return None."""
         last, self._last = self._last, None
         return last
 

@@ -38,16 +38,16 @@ def check_causal(model: PreTrainedModel) -> None:
 
 def refuse_architecture(error: Exception, build: Callable[[], PreTrainedModel]) -> None:
     """Explains an error of a run's first step if the model alone raises the same error in a forward pass over three
-    tokens on the CPU. transformers also builds models that cannot compute a forward pass, for example with more experts
-    per token than experts.
+    tokens; otherwise returns. transformers also builds models that cannot compute a forward pass, for example with more
+    experts per token than experts.
 
     Args:
         error: the error of the run.
-        build: builds the model with random fp32 weights.
+        build: builds the model with random fp32 weights, on the CPU.
 
     Raises:
-        Refused: the model alone raises an error of the same class, whose message differs at most in numbers, such as
-            sizes of tensors.
+        Refused: the model alone raises an error of the same class, and the last line of its message differs at most in
+            numbers, such as sizes of tensors.
     """
     try:
         model = build()
@@ -68,9 +68,9 @@ def _without_numbers(error: Exception) -> str:
 
 
 def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Returns True if later tokens change the logits of position 0 by more than 1e-4, relative to the largest logit. In
-    untrained encoders this relative change is some thousandths. Returns False if the forward pass raises a RuntimeError
-    or ValueError, which training will raise again and report."""
+    """Returns True if later tokens change the logits of position 0 by more than 1e-4, relative to the largest of these
+    logits. In untrained encoders this relative change is some thousandths. Returns False if the forward pass raises a
+    ValueError or an error of FAILURES, which training will raise again and report."""
     try:
         logits, changed = (_first_logits(model, row) for row in ((0, 1, 2), (0, 3, 4)))
     except (*FAILURES, ValueError):

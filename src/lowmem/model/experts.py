@@ -52,8 +52,8 @@ def _outputs(layer: nn.Linear | Conv1D) -> int:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Returns the number of parameters that are not used for a given token: the weights of the experts that the router
-    does not choose for it. Returns 0 if the config has none of the keys of EXPERTS_PER_TOKEN."""
+    """Returns the number of parameters that are not used for a given token: the weights of those `fused_experts` that
+    the router does not choose for the token. Returns 0 if the config has none of the keys of EXPERTS_PER_TOKEN."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
     stacks = [

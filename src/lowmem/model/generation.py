@@ -1,8 +1,8 @@
 """Generates text from prompts: for the samples of a run, and for `generate=`.
 
-Each forward pass has a single prompt. The key-value cache of the prompt takes at most 2 x layers x width x length x
-bytes per element. This is less than the activations that training without activation checkpointing stores for a
-sequence of this length.
+Each forward pass has a single prompt. The key-value cache takes 2 x layers x width x length x bytes per element: width
+is the number of key-value heads times their size, and length is the number of tokens of prompt and continuation. This
+is less than the activations that training without activation checkpointing stores for a sequence of this length.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
                 f"prompt={prompt}: the tokenizer's chat template rejects it ({error}). Give messages in the form that "
                 "the template expects, or plain text."
             ) from None
-    # with an empty prompt, generation starts after an end token, like a new document
+    # with an empty prompt, generation starts after an end token (0 if the tokenizer has none), like a new document
     return torch.tensor([ids or [tokenizer.eos_token_id or 0]])
 
 
@@ -109,8 +109,8 @@ class TextGenerator:
     Args:
         model, tokenizer: objects of transformers.
         device: the device that computes; None: the device of the weights.
-        synced: True: other processes have shards of the model, so every process computes forward passes until all
-            processes have finished their texts.
+        synced: True: other processes have shards of the model. All processes must then call `continuation` together,
+            and each process computes forward passes until all have finished their texts.
         stopped: called after each token; returns True to end the text.
     """
 

@@ -1,6 +1,5 @@
 """Defines how `loss=tiled` and the preference losses read the matrix (V, H) of the output layer: in tiles (C, H), each
-for C tokens of the vocabulary. The object that provides the tiles, a `HeadSource`, also collects the gradient of the
-matrix.
+for C tokens of the vocabulary. A `HeadSource` provides the tiles, and collects the gradient of the matrix.
 
     HeadSource        this module: the base class
     ResidentHead      this module: the matrix is on the device
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 class HeadSource:
     """Base class of sources of tiles. The methods of this class are for a matrix of which one device reads all tiles.
-    If the matrix is sharded over devices, a subclass overrides `joined` and `summed`."""
+    If the matrix is sharded over devices, a subclass overrides `joined` and `summed` with collectives, which all
+    devices must call."""
 
     def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combines statistics of the logits over all devices. The base class returns them unchanged.
@@ -45,7 +45,8 @@ class ResidentHead(HeadSource):
         self.weight = linear.weight.detach()
 
     def tiles(self, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields (index of the tile's first token, tile (C, H)), in order; the last tile may be smaller."""
+        """Yields (index of the tile's first token, tile (C, H)), in order; the last tile may be smaller. Args: columns:
+        C, the number of columns of the tile's logits."""
         yield from zip(range(0, len(self.weight), columns), self.weight.split(columns), strict=True)
 
     def start_gradient(self) -> None:
@@ -80,6 +81,7 @@ def tiles_of(linear: nn.Linear) -> HeadSource:
 
 
 def matrix_of(linear: nn.Linear) -> Tensor:
-    """Returns the full matrix (V, H) as a differentiable function of the weight."""
+    """Returns the full matrix (V, H) as a differentiable function of the weight. If the matrix is sharded over devices,
+    all devices must call this function."""
     source = getattr(linear, "source", None)  # theirs: layers of models have no such attribute
     return source.matrix() if source else linear.weight

@@ -3,9 +3,9 @@
 Some models change their rotary embedding if the longest row of a call exceeds a length in their config. With
 `longrope`, Phi-3 changes the angles of all positions in a call if one position is beyond the original length. With
 dynamic NTK scaling, all angles depend on the longest row, which may belong to an earlier call. With such an embedding,
-the result for a short document would depend on the other documents in its micro-batch. `depends_from` evaluates only
-the rotary embeddings, and only at single positions around each length that the config contains. So its cost does not
-grow with the length.
+the result for a short document would depend on other documents, in its own or in an earlier micro-batch. `depends_from`
+evaluates only the rotary embeddings, at a few positions for each length of OF_POSITIONS in the config. So its cost does
+not grow with the length.
 
 Other lengths in configs count tokens of a row: a sliding window, an attention chunk, a scale by position. A test must
 show that such a count restarts at each document. With a full row, the test (`packed_attention.py`) would cost as much
@@ -27,7 +27,7 @@ from lowmem.system.errors import Refused
 # Absolute tolerance for cosines and sines. If angles differ by more than rounding, some cosine or sine differs by a
 # thousand times this tolerance.
 ALIKE = 1e-4
-# keys of lengths beyond which rotary embeddings change
+# names of the keys in configs for lengths beyond which rotary embeddings may change
 OF_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
 # lengths that count tokens of a row: names of their keys in configs, and of their attributes in modules
 OF_A_ROW = ("sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "window_size")
@@ -75,8 +75,8 @@ def check_documents(model: PreTrainedModel, longest: int) -> None:
 
 
 def depends_from(model: nn.Module, longest: int, together: bool) -> int | None:
-    """Returns the smallest length in the config beyond which the rotary embedding of a row depends on the lengths of
-    other rows, or None if no length below `longest` has this effect.
+    """Returns the smallest length of OF_POSITIONS in the config beyond which the rotary embedding of a row depends on
+    the lengths of other rows, or None if no length below `longest` has this effect.
 
     Args:
         model: the model.

@@ -72,7 +72,8 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
 
 
 class Rounding:
-    """Rounds tensors to a dtype, one at a time, and counts nonzero values that become 0."""
+    """Rounds tensors to a dtype, one at a time. If the dtype has a smaller range than a tensor, also counts the nonzero
+    values of the tensor (`all`), and the nonzero values that become 0 (`zeros`)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.zeros, self.all = dtype, 0, 0
@@ -98,7 +99,7 @@ class Rounding:
         return rounded
 
     def tell(self) -> None:
-        """Logs a warning with the number of values that have become 0, if their share exceeds `MANY_ZEROS`."""
+        """Logs a warning if the share of nonzero values that have become 0 exceeds `MANY_ZEROS`."""
         if self.zeros > MANY_ZEROS * self.all:
             name = str(self.dtype).removeprefix("torch.")
             log.warning(

@@ -2,8 +2,8 @@
 gradients, optimizer state and masters.
 
 Checkpoints do not contain frozen parameters. A resumed run loads frozen parameters from the model's files, or
-initializes them again from the seed. To detect changed values, it then compares a digest of these parameters with the
-digest in the checkpoint.
+initializes them again from the seed. To detect changed values, the run then compares a digest of all tensors that the
+checkpoint does not contain with the digest in the checkpoint.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,11 +1,11 @@
 """Adds tokens to a tokenizer, such as the special tokens of a chat template, and adds rows for these tokens to the
 embedding and the head.
 
-In a published model, the row of an added token is initialized to the mean of the other rows. So the logits of the token
-are not unusually large, and no random numbers are needed. By default, transformers draws new rows around the mean with
-the covariance of the embedding. For a matrix of 128k x 4096, this would take minutes, and memory for fp32 copies. If
-the embedding of a published model has more rows than its tokenizer has tokens, the unused rows are used before new rows
-are added. Tied heads stay tied.
+In a published model, the rows of an added token in embedding and head are initialized to the mean of the published
+rows. So the logits of the token are not unusually large, and no random numbers are needed. By default, transformers
+draws new rows around the mean with the covariance of the embedding. For a matrix of 128k x 4096, this would take
+minutes, and memory for fp32 copies. If the embedding of a published model has more rows than its tokenizer has tokens,
+the unused rows are used before new rows are added. Tied heads stay tied.
 """
 
 import copy
@@ -64,7 +64,7 @@ def grown(config: PretrainedConfig, rows: int) -> PretrainedConfig:
 @torch.no_grad()
 def grow(model: PreTrainedModel, added: Added) -> None:
     """Extends embedding and head to `added.rows` rows if they have fewer. Sets the rows of added tokens to the mean of
-    all earlier rows that do not belong to added tokens."""
+    all rows that existed before, except rows of added tokens."""
     before = model.get_input_embeddings().num_embeddings
     old = sorted({*range(before)} - {*added.fresh})
     if added.rows > before:

@@ -38,7 +38,8 @@ def rounded(wide: Tensor, out: Tensor) -> None:
 
 def round_into(wide: Tensor, out: Tensor) -> None:
     """Rounds an fp32 master `wide` into its weight `out`. A bf16 weight is rounded as in `rounded`, even if its master
-    is not stored in two halves. An fp16 weight is rounded to nearest even, and an fp32 weight is a copy."""
+    is not stored in two halves. For an fp16 weight, the master is rounded to nearest even; to an fp32 weight, the
+    master is copied."""
     if out.dtype == torch.bfloat16:
         rounded(wide, out)
     else:

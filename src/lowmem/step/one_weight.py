@@ -6,9 +6,9 @@ summary.
     RunsAs      `runs_as`: names the implementation in use
 
 `HostWeight.step` calls `step_from`, and `StochasticHostWeight.step` calls `step_narrow` (`offload/host_weight.py`). If
-the model computes on a card, these two callers run in the host thread. If an optimizer is not `OnePass` or `InPieces`,
-the caller converts gradient and weight to fp32, calls the optimizer's `step`, and rounds the result. `OnePass` and
-`InPieces` avoid fp32 copies of the full weight and gradient.
+the model computes on a card, these two callers run in the host thread. If the optimizer lacks the method that a caller
+needs, the caller converts gradient and weight to fp32, calls the optimizer's `step`, and rounds the result. `OnePass`
+and `InPieces` avoid these fp32 copies of the full weight and gradient.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class Step(NamedTuple):
             master is stored in two halves.
         reading: unscales and clips the gradient before the update.
         narrow: p's shape, in bf16 or fp16, or in fp32 if an adapter keeps the weight in fp32; receives the new weight.
-            In `step_narrow`, `narrow` also contains the old weight; in `step_from` with `rest`, its upper half. None:
-            only p is updated.
+            Before the update, `narrow` contains the old weight in `step_narrow`, and the upper half of the old fp32
+            weight in `step_from` with `rest`. None: only p is updated.
     """
 
     gradient: Tensor

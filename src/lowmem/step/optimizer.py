@@ -3,7 +3,7 @@
 A window is the group of micro-batches of one optimizer step. `CausalLM.training_step` calls these methods of the
 wrapper, in this order:
 
-    finish            complete the gradients, compute their norm, check that loss and gradients are finite
+    finish            wait for the gradients, compute their norm, check that loss and gradients are finite
     clip              by value, then by global norm
     step              update the weights
     drop_gradients    free the gradients
@@ -47,10 +47,8 @@ class WindowOptimizer(Optimizer):
         self.__class__ = type(type(inner).__name__, (type(self),), {})
 
     def finish(self, loss: Tensor, scale: float = 1.0) -> Gradients:
-        """Completes a window's gradients, after the window's last backward pass.
-
-        The training thread waits in this method until the loss and all gradients are computed, and reads whether they
-        are finite.
+        """Returns the norm of a window's gradients, and whether loss and gradients are finite. Called after the
+        window's last backward pass. The calling thread waits until the loss and all gradients are computed.
 
         Args:
             loss: (), the window's mean loss.
@@ -63,7 +61,8 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def clip(self, norm: Tensor | None, value: float | None, largest: float | None) -> None:
-        """Clips the gradients by value, then by global norm. All arguments refer to unscaled gradients.
+        """Clips the gradients by value, then by global norm, or lets `step` clip them. All arguments refer to unscaled
+        gradients.
 
         Args:
             norm: the global norm that `finish` has returned; None: see `Gradients`.
@@ -73,7 +72,7 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def step(self) -> None:
-        """Updates all parameters that have a gradient."""
+        """Updates all parameters that have a gradient, or queues their updates."""
         raise NotImplementedError
 
     def drop_gradients(self, stepped: bool) -> None:
@@ -81,11 +80,13 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def masters_on_host(self) -> Iterable[Tensor]:
-        """Returns the tensors of masters in host memory; empty if the optimizer is not a `HostOptimizer`."""
+        """Returns the tensors of `HostWeight.tensors` of all weights; empty if the optimizer is not a
+        `HostOptimizer`."""
         return ()
 
     def gradients_on_host(self) -> Iterable[Tensor]:
-        """Returns the sums of gradients in host memory; empty if the optimizer is not a `HostOptimizer`."""
+        """Returns the buffers in host memory in which gradients are summed; empty if the optimizer is not a
+        `HostOptimizer`."""
         return ()
 
     def step_one(self, group: dict, p: nn.Parameter) -> None:
@@ -111,7 +112,8 @@ class DeviceOptimizer(WindowOptimizer):
     Args:
         inner: the wrapped optimizer.
         model: the model with the trained parameters. The global norm sums over gradients in the model's order.
-        global_norm: returns the L2 norm of the given parameters' gradients over all processes.
+        global_norm: returns the L2 norm of the given parameters' gradients over all processes. If the model is sharded,
+            this is a collective call, so all processes must call `finish` and `clip`.
     """
 
     def __init__(self, inner: Optimizer, model: nn.Module, global_norm: GlobalNorm = norm_of_all) -> None:
@@ -132,7 +134,8 @@ class DeviceOptimizer(WindowOptimizer):
 
     def _norm(self) -> Tensor | None:
         """Returns the global norm of the stored gradients, or of the gradients that were applied inside backward.
-        Stored gradients, and so their norm, are multiplied by `scale`. Returns None if the window has no gradients."""
+        Stored gradients, and so their norm, are still multiplied by `scale`; a run with gradients that were applied
+        inside backward has no loss scale. Returns None if the window has no gradients."""
         # Sum in the order of the model's parameters, not of the parameter groups. Plain PyTorch loops use the model's
         # order too, so their norms are bit-identical.
         if parameters := [p for p in self._parameters if p.grad is not None]:
@@ -140,7 +143,7 @@ class DeviceOptimizer(WindowOptimizer):
         return torch.linalg.vector_norm(torch.stack([*self._stepped_norms.values()])) if self._stepped_norms else None
 
     def _unscale(self) -> None:
-        """Divides stored gradients by the loss scale, in place."""
+        """Divides stored gradients by the loss scale, in place, and sets `scale` to 1."""
         if self.scale != 1.0:
             for _, p in self.with_gradient():
                 p.grad.mul_(1.0 / self.scale)

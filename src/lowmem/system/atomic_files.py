@@ -1,8 +1,9 @@
 """Writes files and folders atomically: a draft is written next to the target, and then renamed to the target's name.
 
-`atomic_write` is for files that only one process writes and that must survive a power failure: the draft is written to
-the disk (fsync) before the rename. `atomic_cache_write` is for files that several processes may write at the same time,
-all with equal bytes.
+`atomic_write` is for files and folders that a single process replaces and that must survive a power failure: the draft
+is written to the disk (fsync) before the rename. (Other ranks may write files into the draft of a folder, see
+`checkpoint_folder.py`.) `atomic_cache_write` is for files and folders that several processes may write at the same
+time, all with equal content.
 """
 
 import errno
@@ -22,8 +23,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a draft path to write to. When the `with` ends, the draft is renamed to `path`.
 
     After an error the draft is deleted (the disk may be full), and `path` is unchanged. If the process is killed while
-    it replaces a folder, the old folder may remain at `old_of(path)`. `put_back` restores it; the next `atomic_write`
-    to `path` calls `put_back`, too.
+    it replaces a folder, or replaces a file by a folder, the old content may remain at `old_of(path)`. `put_back`
+    restores it; the next `atomic_write` to `path` calls `put_back`, too.
 
     Raises:
         OSError: the file could not be written. If the disk is full, broken or read-only, or access is denied, the error
@@ -31,7 +32,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
-    put_back(path)  # a killed process may have left the old folder
+    put_back(path)  # a killed process may have left the old content
     delete(draft)
     try:
         with naming_file(path):
@@ -52,8 +53,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_cache_write(path: Path) -> Iterator[Path]:
     """Yields a draft path of this process, for a file or a folder of a cache. When the `with` ends, the draft is
-    renamed to `path`. If another process has created the folder `path` meanwhile, that folder is kept and the draft is
-    deleted.
+    renamed to `path`. This replaces a file; but if the folder `path` already exists, for example because another
+    process has created it meanwhile, that folder is kept and the draft is deleted.
 
     Nothing is synced to the disk, so code that reads the cache must verify the content. After an error the draft is
     deleted.

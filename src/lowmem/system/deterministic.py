@@ -19,7 +19,8 @@ REFUSED = "does not have a deterministic implementation"  # quoted from torch's 
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Enables deterministic algorithms inside the `with`. Args: wanted: False makes this a no-op.
+    """Enables deterministic algorithms inside the `with`. The environment variable WORKSPACE stays set afterwards.
+    Args: wanted: False makes this a no-op.
 
     Raises:
         Refused: an operator of the model has no deterministic algorithm.

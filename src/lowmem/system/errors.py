@@ -38,8 +38,8 @@ class DriveFailed(Refused):
 
 class RankLost(Refused):
     """Another rank did not start, has exited or does not answer, or another program took the port at which the ranks
-    meet. If the other rank was lost after the start, the message names the collective, or the task of rank 0, for which
-    this rank waited."""
+    meet. If the other rank was lost after the start, the message usually names the collective, or the task of rank 0,
+    for which this rank waited."""
 
 
 def out_of_memory(error: BaseException) -> Literal["device", "host"] | None:

@@ -19,9 +19,9 @@ class Ranks(Protocol):
 
 @contextmanager
 def fail_together(ranks: Ranks) -> Iterator[None]:
-    """Context manager for work that every rank does, or that rank 0 does for all ranks. At the end of the `with`, the
-    ranks exchange whether their work succeeded. The work of rank 0 has no time limit. If another rank's work takes
-    longer than the timeout of collectives, the ranks that wait for it fail.
+    """Context manager for work that every rank does, or that rank 0 does for all ranks. All ranks must enter the
+    `with`. At the end of the `with`, the ranks exchange whether their work succeeded. The work of rank 0 has no time
+    limit. If another rank's work takes longer than the timeout of collectives, the ranks that wait for it fail.
 
     Raises:
         RankLost: rank 0 has exited before the end of the `with`, or sends no heartbeat. (If another rank is lost,

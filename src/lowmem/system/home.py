@@ -7,7 +7,7 @@ import shutil
 import tempfile
 
 # environment variables that name the folders for wandb's files, for matplotlib's settings, for the cache of `datasets`,
-# and for all other caches, such as compiled kernels
+# and for the caches of lowmem's compiled optimizers and of libraries that read XDG_CACHE_HOME
 FOLDERS = (
     "WANDB_DATA_DIR",
     "WANDB_CACHE_DIR",

@@ -65,7 +65,7 @@ def rss_and_peak() -> tuple[int, int]:
 
 def reset_peak_rss() -> None:
     """Resets the peak to the current resident memory (Linux; a no-op elsewhere). While a run is measured, only the
-    memory meter may call this function: it resets the peak at the start of each phase."""
+    memory meter may call this function, because the meter resets the peak at the start of each phase."""
     try:
         with _CLEAR_REFS.open("wb", buffering=0) as file:
             file.write(b"5")
@@ -74,8 +74,8 @@ def reset_peak_rss() -> None:
 
 
 def trim() -> None:
-    """Returns freed heap memory to the system (glibc; a no-op elsewhere). Otherwise the next allocations would reuse
-    this memory, and the memory meter would not see them as growth of resident memory."""
+    """Returns freed heap memory to the system (glibc; a no-op elsewhere). Otherwise freed memory may stay resident in
+    the heap, and the memory meter would not see later allocations that reuse this memory as growth."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
@@ -124,7 +124,8 @@ def processor() -> str:
 
 
 def available_bytes() -> int:
-    """Returns the free memory of the machine in bytes, or the free memory of the container if that is less."""
+    """Returns the available memory of the machine in bytes, or the container's limit minus its used memory if that is
+    less."""
     free = psutil.virtual_memory().available
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
     return free if limit is None or used is None else min(free, limit - used)

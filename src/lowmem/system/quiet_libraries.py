@@ -1,4 +1,5 @@
-"""Silences warnings that libraries print about themselves, or about settings that lowmem chooses on purpose."""
+"""Silences progress bars of transformers, and warnings that libraries print about themselves or about settings that
+lowmem chooses on purpose."""
 
 import logging
 import os

@@ -19,13 +19,14 @@ ECHO_SECONDS = 0.2
 
 
 class Ended(SystemExit):
-    """Ends the program after a signal. Raised at once, or after an orderly stop, when it only sets the exit code: 128
-    plus the number of the signal, as in shells. This class is not an `Exception`, so that `except Exception` does not
-    catch it.
+    """Ends the program after a signal: either immediately, or after an orderly stop, where raising `Ended` only sets
+    the exit code. The exit code is 128 plus the number of the signal, as in shells. This class is not an `Exception`,
+    so that `except Exception` does not catch it.
 
     Args:
         sent: the signal.
-        why: text that follows the name of the signal in the message `said`.
+        why: text that follows the name of the signal in the message `said`, which is for a program that ends
+            immediately.
     """
 
     def __init__(self, sent: signal.Signals, why: str = "") -> None:
@@ -73,10 +74,10 @@ def handled(handler: Callable[[signal.Signals], None]) -> Iterator[Callable[[], 
 
 
 def ending(error: BaseException | None) -> Ended | None:
-    """Returns the `Ended` that caused an error, or None if a signal did not cause it. C++ code and cleanup code may
-    replace `Ended` by another error, so the chain of causes is searched. Ctrl-C in a terminal also ends compilers that
-    this process has started, which raises a CalledProcessError; for this error, returns a new `Ended` with the last
-    signal in `received`, if there is one."""
+    """Returns the `Ended` that caused an error, or None if a signal did not cause the error. C++ code and cleanup code
+    may replace `Ended` by another error, so the chain of causes and contexts is searched. Ctrl-C in a terminal also
+    ends compilers that this process has started, which raises a CalledProcessError; for this error, returns a new
+    `Ended` with the last signal in `received`, if there is one."""
     seen: set[int] = set()  # two errors may be each other's context
     while error is not None and id(error) not in seen:
         if isinstance(error, Ended):

@@ -14,8 +14,9 @@ log = logging.getLogger(__name__)
 
 class Stop(Callback):
     """A callback that ends training at `max_steps`. If any rank has received a signal, the callback ends training after
-    the current window, or an evaluation during training before its next batch. A second signal ends the program
-    immediately, and so does a signal before training starts or in a command that does not train.
+    the current window; an evaluation during training ends before its next batch. A second signal ends the program
+    immediately, and so does a signal before training starts, after `waits_no_longer`, or in a command that does not
+    train.
 
     Must be the first callback: if it stops an evaluation before a batch, the hooks of the other callbacks do not run
     for that batch.
@@ -63,11 +64,9 @@ class Stop(Callback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context manager that handles signals while the Trainer works and while results are written.
-
-        The previous handlers are restored at the end of the `with`. Otherwise a signal in later code, for example in a
-        notebook, would raise `Ended`.
-        """
+        """Context manager that handles signals while the Trainer works and while results are written. At its end, the
+        previous handlers are restored. Otherwise a signal in later code, for example in a notebook, would raise
+        `Ended`."""
         with signals.handled(self._stop) as self._install:
             try:
                 yield

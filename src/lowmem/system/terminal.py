@@ -12,8 +12,8 @@ from typing import TextIO
 
 
 def width(stream: TextIO) -> int | None:
-    """Returns the characters per line: COLUMNS if it is a positive number, otherwise the width of the terminal. None if
-    COLUMNS is not set and the stream is not a terminal."""
+    """Returns the characters per line: COLUMNS if it is a positive number, otherwise the width of the terminal. Returns
+    None if COLUMNS is not a positive number and the stream is not a terminal."""
     if (columns := os.environ.get("COLUMNS", "")).isdigit() and int(columns):
         return int(columns)
     try:

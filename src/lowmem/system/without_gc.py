@@ -9,10 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed(message: str = "") -> Iterator[None]:
-    """Context manager that pauses the garbage collector. Args: message: printed to stderr if stderr is a terminal.
+    """Context manager that pauses the garbage collector.
 
     torch, Lightning and transformers create half a million objects that stay alive. Garbage collections that scan these
     objects would take a quarter of the import time.
+
+    Args:
+        message: printed to stderr at the beginning if stderr is a terminal; "": nothing is printed.
     """
     if message and sys.stderr.isatty():
         print(message, file=sys.stderr, flush=True)

@@ -44,7 +44,7 @@ def check_rows(model: PreTrainedModel, longest: int, rows: int) -> None:
         rows: number of rows per micro-batch.
 
     Raises:
-        Refused: a row depends on other rows of its micro-batch, or on earlier micro-batches.
+        Refused: a row depends on the lengths of other rows, in its own or in an earlier micro-batch.
     """
     if (length := depends_from(model, longest, together=rows > 1)) is None:
         return
@@ -61,7 +61,7 @@ def check_documents(model: PreTrainedModel, longest: int) -> None:
     number of tokens in a row.
 
     Raises:
-        Refused: a document depends on other documents of its micro-batch, or on earlier micro-batches.
+        Refused: a document depends on the lengths of other documents, in its own or in an earlier micro-batch.
     """
     if (length := depends_from(model, longest, together=True)) is None:
         return

@@ -72,8 +72,8 @@ class Described(NamedTuple):
 
 
 def describe(run: Run, plans: bool = False) -> Described:
-    """Reads the configuration and the tokenizer of a run's model without loading weights, and adds the tokens that the
-    run needs to the tokenizer.
+    """Reads the configuration and the tokenizer of a run's model without loading weights, and adds to the tokenizer the
+    tokens that the run needs.
 
     Args:
         run: the settings.
@@ -371,10 +371,10 @@ def stored_in(described: Described, plans: bool) -> torch.dtype | None:
 
 
 def stored_narrower(run: Run, described: Described, dtype: torch.dtype, plans: bool = False) -> torch.dtype | None:
-    """Returns the dtype of a model's published weights if it has fewer bytes per element than `dtype`, otherwise None.
-    Rank 0 can leave such weights in mapped pages of their files until it sends them to the other ranks. With an adapter
-    that freezes the base weights the result is None, because the adapter's initial values are drawn in the dtype of the
-    base weights."""
+    """Returns the dtype of a model's published weights (`stored_in`) if it has fewer bytes per element than `dtype`,
+    otherwise None. With a strategy that `widens`, rank 0 can leave such weights in mapped pages of their files until it
+    sends them to the other ranks. With an adapter that freezes the base weights the result is None, because the
+    adapter's initial values are drawn in the dtype of the base weights."""
     stored = None if run.adapter_class.freezes_base else stored_in(described, plans)
     return stored if stored is not None and stored.itemsize < dtype.itemsize else None
 
@@ -512,8 +512,8 @@ def drawn_in_fp32() -> Iterator[None]:
 
 
 def _of_missing(model: PreTrainedModel, missing: Sequence[str]) -> str:
-    """Returns advice for an error message about weights that the files lack, or contain in another shape than the
-    model's."""
+    """Returns advice for an error message about weights that the files lack, or whose shape in the files differs from
+    the shape in the model."""
     head, named = model.get_output_embeddings(), dict(model.named_parameters())
     if head is not None and all(named.get(name) is head.weight for name in missing):
         return "If the output layer shares the embedding's weight, type model.architecture={tie_word_embeddings:true}."
@@ -578,8 +578,8 @@ def tokenizer(name: str, trust_remote_code: bool, key: str = "model.name") -> Pr
 
 
 def check_architecture(run: Run) -> None:
-    """Checks a run's model before the weights are loaded. If `model.name` is a folder, also logs differences between
-    its weight files and the model class.
+    """Checks a run's model before the weights are loaded. If `model.name` is a folder with published weights, also logs
+    differences between the weight files and the model class.
 
     Raises:
         Refused: see `describe`; or seq_len exceeds the maximum sequence length of the architecture.

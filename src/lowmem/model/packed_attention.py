@@ -5,10 +5,10 @@ gets an attention mask or a cache, transformers silently ignores the boundaries 
 `document_attention.py` gives the same results as this mask, up to rounding, without building it.
 
 Some models do not use position ids for their masks, and recurrent layers (state spaces, linear attention) ignore
-boundaries between documents. There is no list of such models, so each model is tested in the run's precision: before
-its first optimizer step, or before the evaluation if the run only evaluates. The logits of a document must not depend
-on tokens of earlier documents (the gradient is zero), and up to rounding must equal the logits of this document in a
-separate row. If a model fails without the mask, it is tested again with the mask. The test row is short. Sliding
+boundaries between documents. There is no list of such models, so each run tests its model in the run's precision:
+before the first optimizer step, or before the evaluation if the run only evaluates. The logits of a document must not
+depend on tokens of earlier documents (the gradient is zero), and up to rounding must equal the logits of this document
+in a separate row. If a model fails without the mask, it is tested again with the mask. The test row is short. Sliding
 windows and similar lengths may affect a row of the run, but not the test row, so these lengths are reduced for a second
 test (`lengths.py`).
 """

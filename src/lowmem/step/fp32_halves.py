@@ -1,4 +1,5 @@
-"""Splits fp32 numbers into two 16-bit halves: the upper half is the number in bf16, the lower half is the remainder.
+"""Splits fp32 numbers into two 16-bit halves: the upper half is the number rounded to bf16, the lower half is the
+remainder.
 
 A bf16 weight and its fp32 master have nearly equal upper 16 bits. If the host stores the bf16 weight anyway, the master
 needs only 2 additional bytes per parameter instead of 4. With precision=bf16-master, `offload/host_weight.py` stores
@@ -37,9 +38,8 @@ def rounded(wide: Tensor, out: Tensor) -> None:
 
 
 def round_into(wide: Tensor, out: Tensor) -> None:
-    """Rounds an fp32 master `wide` into its weight `out`. A bf16 weight is rounded as in `rounded`, even if its master
-    is not stored in two halves. For an fp16 weight, the master is rounded to nearest even; to an fp32 weight, the
-    master is copied."""
+    """Rounds an fp32 master `wide` into its weight `out`: for bf16 with `rounded`, even if the master is not stored in
+    two halves; for fp16 to nearest, ties to even. To an fp32 weight, the master is copied."""
     if out.dtype == torch.bfloat16:
         rounded(wide, out)
     else:

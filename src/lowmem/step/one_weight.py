@@ -47,8 +47,8 @@ class OnePass:
         """Updates a parameter on the host. `HostWeight.step` calls this method instead of `step`.
 
         Args:
-            step: the update. The new weight is also written to `step.narrow`, rounded like in `fp32_halves.round_into`,
-                unless `step.narrow` is None.
+            step: the update. Unless `step.narrow` is None, the new weight is also written to `step.narrow`, with the
+                rounding of `fp32_halves.round_into`.
             rest: int16, p's shape, contiguous: the lower half of the fp32 weight, whose upper half is `step.narrow`
                 (bf16, contiguous; see `step/fp32_halves.py`). Both halves are read and updated, and p's data is not
                 read. None: the fp32 weight is p's data.

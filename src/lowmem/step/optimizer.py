@@ -6,7 +6,7 @@ wrapper, in this order:
     finish            wait for the gradients, compute their norm, check that loss and gradients are finite
     clip              by value, then by global norm
     step              update the weights
-    drop_gradients    free the gradients
+    drop_gradients    discard the gradients
 
 `clip` and `step` are not called if the step is skipped. None of the methods is called if no token of the window counts
 in the loss.
@@ -16,7 +16,7 @@ The classes of wrappers:
     WindowOptimizer         this module: the interface
       DeviceOptimizer       this module: fp32 weights, with gradients in `p.grad`
         NarrowOptimizer     `techniques/precision/weights_16bit.py`: 16-bit weights, with gradients in `p.grad`
-      HostOptimizer         `offload/host_optimizer.py`: masters in host memory, and streamed weights
+      HostOptimizer         `offload/host_optimizer.py`: masters or streamed weights in host memory, updated on the CPU
 
 A wrapper shares the parameter groups and the state of the inner optimizer, so schedules, loggers and checkpoints see a
 single optimizer. Lightning's own gradient handling (unscaling, clipping) is not used: it does not unscale for fused
@@ -76,7 +76,7 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def drop_gradients(self, stepped: bool) -> None:
-        """Frees the window's gradients. Args: stepped: False if the step was skipped."""
+        """Discards the window's gradients. Args: stepped: False if the step was skipped."""
         raise NotImplementedError
 
     def masters_on_host(self) -> Iterable[Tensor]:

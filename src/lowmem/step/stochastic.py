@@ -16,12 +16,13 @@ LARGEST = torch.finfo(torch.bfloat16).max
 def stochastically(
     wide: Tensor, narrow: Tensor, generator: torch.Generator | None = None, on_host: bool = False
 ) -> None:
-    """Rounds `wide` (fp32) into `narrow` (bf16), up or down at random with probabilities that keep the expected value.
+    """Rounds `wide` (fp32) into `narrow` (bf16), up or down at random, with probabilities for which the expected value
+    of the result is the exact number.
 
-    bf16 is the upper half of fp32. A uniform 16-bit random number is added to the lower half, and a carry rounds the
-    magnitude up. Finite numbers are clamped to the largest finite bf16 number, since rounding up could give inf; inf
-    and nan do not change. Rounding needs 15 bytes of temporary memory per element, so pieces of at most CHUNK elements
-    (or of a single longer row) are rounded one after another.
+    bf16 is the upper half of fp32. A uniform 16-bit random number is added to the lower half, which is then cut off; a
+    carry from the addition rounds the magnitude up. Finite numbers are clamped to the largest finite bf16 number, since
+    rounding up could give inf; inf and nan do not change. Rounding needs 15 bytes of temporary memory per element, so
+    pieces of at most CHUNK elements (or of a single longer row) are rounded one after another.
 
     Args:
         wide: fp32.

@@ -70,8 +70,8 @@ def atomic_cache_write(path: Path) -> Iterator[Path]:
 
 
 def put_back(path: Path) -> None:
-    """Renames the old folder or file at `old_of(path)` back to `path`, or deletes it if `path` exists. A no-op if
-    nothing is at `old_of(path)`."""
+    """Renames the old folder or file at `old_of(path)` back to `path`. If `path` exists, deletes the old folder or file
+    instead. A no-op if nothing is at `old_of(path)`."""
     if path.exists():
         delete(old_of(path))
     else:

@@ -85,9 +85,9 @@ _M_ARENA_MAX = -8  # parameter of glibc's mallopt
 
 
 def share_heap() -> None:
-    """Makes all threads that start after this call share one heap (glibc; a no-op elsewhere). By default each thread
-    has its own heap, and a thread cannot reuse memory that was freed in the heap of another thread. The setting cannot
-    be undone: threads of later runs in this process share the heap, too, which costs time but no memory."""
+    """Makes all threads that start after this call share one heap (glibc; a no-op elsewhere). By default threads have
+    separate heaps, and a thread cannot reuse memory that was freed in the heap of another thread. The setting cannot be
+    undone: threads of later runs in this process share the heap, too, which costs time but no memory."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, 1)

@@ -152,7 +152,7 @@ def says(message: str) -> bool:
     """Returns whether the caller should print an error on this rank's stderr.
 
     With lowmem's own command, all ranks except rank 0 print the error to stderr, which is their own log, and the
-    command prints the error that a rank reports on the terminal. With torchrun, a rank whose stderr is redirected to
+    command itself prints an error that a rank has reported. With torchrun, a rank whose stderr is redirected to
     its own log prints each error there, and the first rank with an error also writes this error to the terminal (in
     this function). If stderr is not redirected, only the first rank with the error prints it. If the store is not
     hosted by torchrun's agent, or is no longer available, every rank counts as the first rank with the error.

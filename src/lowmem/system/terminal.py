@@ -1,7 +1,7 @@
 """Wraps printed text and log messages at the width of the terminal, between words.
 
-Text for files and pipes is not wrapped, so that a search finds whole sentences, unless the environment variable COLUMNS
-sets a width for all text.
+Text for files and pipes is not wrapped, so that a search finds whole sentences. If the environment variable COLUMNS is
+set, its width applies to all text, including text for files and pipes.
 """
 
 import logging

@@ -106,7 +106,7 @@ ATTENTION_BACKWARD = (
 # and the softmax in training, and only this operator in inference.
 ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
 READ_A_NUMBER = aten._local_scalar_dense.default  # called by `.item()` and `bool()`
-NONZERO = aten.nonzero.default  # called by mixtures that run one expert after another, to find each expert's tokens
+NONZERO = aten.nonzero.default  # called by mixtures of experts that find the tokens of one expert after another
 COMPARES = (aten.equal.default, aten.allclose.default)  # called by `torch.equal` and `torch.allclose`
 MAKES_OF_NUMBERS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # called by `torch.tensor`
 ADDS_IN_PARTS = torch.ops.c10d._reduce_scatter_base_.default  # called by fully_shard to reduce-scatter gradients
@@ -260,8 +260,9 @@ def modes_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def replaced_kernels(key: str = "") -> Iterator[torch.library.Library]:
-    """Yields a library; kernels that are registered in it replace torch's kernels until the end of the `with`. Args:
-    key: the dispatch key of the kernels. Instead: deleting all references to the library."""
+    """Context manager that yields a library. Kernels that are registered in this library replace torch's kernels until
+    the end of the `with`. Args: key: the dispatch key of the kernels; "": each registration names the key. Instead:
+    deleting all references to the library."""
     ours = torch.library.Library("aten", "IMPL", key)
     try:
         yield ours
@@ -289,9 +290,9 @@ def attention_taken(model: nn.Module) -> str:
 
 @contextmanager
 def all_unexpected() -> Iterator[set[str]]:
-    """Yields a set. When transformers loads a model inside the `with`, the names of all unexpected tensors are added to
-    the set, including names that the model class tells transformers to ignore. Instead: an entry of transformers'
-    loading info."""
+    """Context manager that yields a set. When transformers loads a model inside the `with`, the names of all tensors
+    that the model class does not expect are added to the set, including names that the class tells transformers to
+    ignore. Instead: an entry of transformers' loading info."""
     from transformers import PreTrainedModel  # takes seconds, and most functions of this file need only torch
 
     found: set[str] = set()

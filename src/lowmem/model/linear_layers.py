@@ -37,8 +37,8 @@ def _holds(layer: nn.Module, weight: Tensor) -> bool:
 
 @torch.no_grad()
 def _is_product(layer: nn.Linear | Conv1D) -> bool:
-    """Returns True if a layer computes only a matrix product, plus a bias if it has one. A subclass of nn.Linear, which
-    may compute something else, such as a grouped matrix product, is tested with a vector."""
+    """Returns True if a layer computes only a matrix product, plus a bias if it has one. A subclass of nn.Linear with
+    its own `forward`, which may compute something else, such as a grouped matrix product, is tested with a vector."""
     if isinstance(layer, Packed | Conv1D) or type(layer).forward is nn.Linear.forward:
         return True
     weight = layer.weight

@@ -57,8 +57,8 @@ class Gradients(NamedTuple):
 
 def finite(tensor: Tensor) -> bool:
     """Returns True if all elements are finite, or if the tensor is empty. If an element is nan or inf, the minimum or
-    the maximum is nan or inf, too. Computing minimum and maximum needs no copy of the tensor, and is 40 times as fast
-    as isfinite().all()."""
+    the maximum is nan or inf, too. Computing minimum and maximum needs no copy of the tensor, and on a CPU is over ten
+    times as fast as isfinite().all()."""
     return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
 
 

@@ -68,8 +68,8 @@ def folder(run: Path, rank: int) -> Path:
 
 
 def check(devices: int) -> None:
-    """Raises Refused if a variable of NUMBERS is set, but not to a number; if this process is a rank, and the number of
-    ranks differs from `devices`; or if SLURM has started several processes, each of which would start all ranks."""
+    """Raises Refused if the value of a variable of NUMBERS is not a number; if this process is a rank, and the number
+    of ranks differs from `devices`; or if SLURM has started several processes, each of which would start all ranks."""
     if wrong := _no_numbers():
         raise Refused(
             f"{wrong[0]}={os.environ[wrong[0]]}: this is not a number. Start ranks with torchrun; for a run without "

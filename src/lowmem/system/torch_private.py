@@ -89,7 +89,8 @@ __all__ = (
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 # torch's attention operators, one per kernel. The public function `F.scaled_dot_product_attention` calls one of these
-# operators, and a dispatch mode sees the operator, not the function.
+# operators, and a dispatch mode sees this operator, not the function. In inference mode the dispatch mode sees only
+# `aten.scaled_dot_product_attention`.
 ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ATTENTION_FLASH = aten._scaled_dot_product_flash_attention.default
@@ -103,7 +104,7 @@ ATTENTION_BACKWARD = (
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
 # Attention computed by matmuls and a softmax, if no fused kernel supports the inputs. A dispatch mode sees the matmuls
-# and the softmax in training, and only this operator in inference.
+# and the softmax instead of this operator. The planner calls the operator's `decompose`.
 ATTENTION_MATH = aten._scaled_dot_product_attention_math.default
 READ_A_NUMBER = aten._local_scalar_dense.default  # called by `.item()` and `bool()`
 NONZERO = aten.nonzero.default  # called by mixtures of experts that find the tokens of one expert after another

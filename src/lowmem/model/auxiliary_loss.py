@@ -40,8 +40,8 @@ class AuxiliaryLoss:
         self._real = real
 
     def take(self) -> Tensor:
-        """Returns the auxiliary loss of the last forward pass, times its factor, as a scalar. Drops the reference to
-        it, so a second call would return None."""
+        """Returns the auxiliary loss of the last forward pass, times its factor, as a scalar. Call this method only
+        once per forward pass, because it drops the reference to the loss."""
         last, self._last = self._last, None
         return last
 

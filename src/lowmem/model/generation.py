@@ -1,7 +1,7 @@
 """Generates text from prompts: for the samples of a run, and for `generate=`.
 
-Each forward pass has a single prompt. Its key-value cache takes at most 2 x layers x width x length x bytes per
-element: width is the number of key-value heads times their size, and length is the number of tokens of prompt and
+Each forward pass has a single prompt. The key-value cache of a prompt takes at most 2 x layers x width x length x bytes
+per element: width is the number of key-value heads times their size, and length is the number of tokens of prompt and
 continuation. This is less than the activations that training without activation checkpointing stores for a sequence of
 this length.
 """

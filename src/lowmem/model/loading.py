@@ -1,8 +1,8 @@
 """Loads a Hugging Face causal language model: with published weights, or with random weights for an architecture.
 
 Published weights are memory-mapped from safetensors files. A tensor that already has the requested dtype stays in
-mapped pages of its file, unless it is joined with other tensors or quantized, or gets additional rows. The remaining
-tensors are converted tensor by tensor, at most four at the same time, so host memory need not hold two copies of the
+mapped pages of its file, unless it is joined with other tensors or quantized, or gets additional rows. transformers
+converts the remaining tensors one by one, in at most four threads, so host memory need not hold two copies of the
 model. Random weights are drawn in fp32 and rounded to the requested dtype, one tensor at a time. So, up to rounding, a
 seed gives the same initial weights in every dtype.
 """

@@ -72,8 +72,8 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
 
 
 class Rounding:
-    """Rounds tensors to a dtype, one at a time. If the dtype has a smaller range than a tensor, also counts the nonzero
-    values of the tensor (`all`), and the nonzero values that become 0 (`zeros`)."""
+    """Rounds tensors to a dtype, one at a time. If the dtype has a smaller range than the tensor's own dtype, also
+    counts the nonzero values of the tensor (`all`), and the nonzero values that become 0 (`zeros`)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.zeros, self.all = dtype, 0, 0

@@ -38,8 +38,9 @@ def rounded(wide: Tensor, out: Tensor) -> None:
 
 
 def round_into(wide: Tensor, out: Tensor) -> None:
-    """Rounds an fp32 master `wide` into its weight `out`: for bf16 with `rounded`, even if the master is not stored in
-    two halves; for fp16 to nearest, ties to even. To an fp32 weight, the master is copied."""
+    """Rounds an fp32 master `wide` into its weight `out`. A bf16 weight is rounded by `rounded`, even if the master is
+    not stored in two halves. An fp16 weight is rounded to nearest, ties to even. An fp32 weight is copied from the
+    master."""
     if out.dtype == torch.bfloat16:
         rounded(wide, out)
     else:

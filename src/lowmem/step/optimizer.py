@@ -80,7 +80,7 @@ class WindowOptimizer(Optimizer):
         raise NotImplementedError
 
     def masters_on_host(self) -> Iterable[Tensor]:
-        """Returns the tensors of `HostWeight.tensors` of all weights; empty if the optimizer is not a
+        """Returns the tensors that `HostWeight.tensors` yields, for all weights; empty if the optimizer is not a
         `HostOptimizer`."""
         return ()
 

@@ -75,7 +75,7 @@ def reset_peak_rss() -> None:
 
 def trim() -> None:
     """Returns freed heap memory to the system (glibc; a no-op elsewhere). Otherwise freed memory may stay resident in
-    the heap, and the memory meter would not see later allocations that reuse this memory as growth."""
+    the heap. If later allocations reuse it, resident memory does not grow, so the memory meter does not see them."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
@@ -124,8 +124,8 @@ def processor() -> str:
 
 
 def available_bytes() -> int:
-    """Returns the available memory of the machine in bytes, or the container's limit minus its used memory if that is
-    less."""
+    """Returns the available memory in bytes: the available memory of the machine, or the container's limit minus its
+    used memory, whichever is less."""
     free = psutil.virtual_memory().available
     limit, used = (_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
     return free if limit is None or used is None else min(free, limit - used)

@@ -1,9 +1,10 @@
 """Wraps every private part of torch and transformers that this package uses. All other files import the wrappers from
 here.
 
-The docstring or comment of a wrapper states its purpose and, except for the constants, after "Instead" what could
-replace the private part. `test_torch_private.py` fails if a new version has removed or changed a private part, and
-refuses private names of other packages outside this file and `lightning_private.py`.
+The docstring or comment of a wrapper states its purpose. A sentence that begins with "Instead" states what could
+replace the private part; the constants have no such sentence. `test_torch_private.py` fails if a new version has
+removed or changed a private part, and refuses private names of other packages outside this file and
+`lightning_private.py`.
 """
 
 import warnings
@@ -351,8 +352,8 @@ def hand_on_first_tokens() -> None:
 def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None:
     """Returns the list `counted_first` (see `hand_on_first_tokens`) of the document indices from which transformers
     made a mask function. Returns None if these indices have no such list, or if the mask does anything except causal
-    masking within each document; a sliding window of at least `tokens` tokens, the length of a row, has no effect and
-    is allowed. Instead: evaluating the mask, which reads from the device."""
+    masking within each document. (A sliding window of at least `tokens` tokens, the length of a row, has no effect.)
+    Instead: evaluating the mask, which reads from the device."""
     first, made_by, parts = None, set(), [mask_function]
     for part in parts:  # the loop appends to this list
         if isinstance(part, Tensor):

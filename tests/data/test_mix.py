@@ -58,6 +58,14 @@ def test_data_shares_of_a_mixture_are_fractions_of_learned_tokens(shares, share)
     assert shares is None or abs(by_rows - rows_alone) > 0.03
 
 
+def test_share_of_a_mixture_part_without_learned_tokens_is_refused():
+    nothing = part(1000, 80, [np.zeros(T, bool)] * 79 + [np.ones(T, bool)])
+    nothing.split = split(*(np.full(T, i) for i in range(80)), learned=[np.zeros(T, bool)] * 80)
+    with pytest.raises(Refused, match="no sampled row of nothing has a token in the loss"):
+        Mixed({"all": part(0, 80), "nothing": nothing}, {"all": 1, "nothing": 1})
+    assert len(Mixed({"all": part(0, 80), "nothing": nothing}, None)) == 79 + 79
+
+
 def test_mixture_with_shares_repeats_every_row_of_the_smaller_part_equally_often():
     mixed = Mixed({"large": part(0, 41), "small": part(1000, 11)}, {"large": 1, "small": 1})
     found = Counter(mixed.micro_batch(np.arange(len(mixed))).input_ids[:, 0].tolist())

@@ -236,7 +236,7 @@ def test_full_disk_during_tokenization_is_refused_and_leaves_no_draft(texts, tmp
     read = text_files.text(str(tmp_path / "train"), "*", 0.5, str(tmp_path / "val"))
     small_files(WRITERS[writer])
     with pytest.raises(
-        Refused, match=r"cache_dir=.*/cache: cannot write the tokens there \(.*\). Free some space, or type"
+        Refused, match=r"cache_dir=.*/cache: cannot write or read the tokens there \(.*\). Free some space, or"
     ):
         token_store.tokenize(read, tmp_path / "cache", 300, tokenizer)
     small_files(10**9)

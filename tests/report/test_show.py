@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from conftest import SMALL
 from lowmem.config.check import check_values
 from lowmem.data.loader import Share, WindowLoader
+from lowmem.data.mix import Mixed
 from lowmem.data.packing import rows
 from lowmem.data.token_store import Split
 from lowmem.report.show import RULE, Row, page, pieces, row_of, written
@@ -124,6 +125,18 @@ def test_show_prints_tokens_of_random_data_and_documents_of_each_mixed_part(comm
     code, said = command("data=mix", *parts, *paths, "show=2", base=SMALL)
     assert code == 0 and "one: 11 documents" in said and "two: 11 documents" in said
     assert re.search(r"Training: one: \S+% of the tokens in the loss", said) and "sequence 2 of" in said
+
+
+def test_show_of_a_joined_row_in_a_mixture_ignores_a_document_that_begins_after_the_row(letters):
+    joined, packed = (
+        rows(split_of(letters, *texts, learned=learned), 4, packing, "cut", "train")
+        for texts, learned, packing in (
+            (("abcd", "efgh"), "-xxx-xxx", "joined"),
+            (("ab", "cdef"), "xxxxxx", "documents"),
+        )
+    )
+    mixed = Mixed({"joined": joined, "packed": packed}, None)
+    assert written(row_of(mixed, 0), letters) == "a[bcd]"
 
 
 def test_show_does_not_count_the_unlearned_end_of_a_joined_row_as_padding(letters):

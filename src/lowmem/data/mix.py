@@ -153,6 +153,12 @@ class Mixed(Rows):
 
     def _counts(self) -> list[int]:
         """Returns the number of rows that an epoch reads from each source, including repetitions."""
+        if 0 in self.per_row:
+            name = self.names[self.per_row.index(0)]
+            raise Refused(
+                f"data.shares: no sampled row of {name} has a token in the loss, so its share of the tokens cannot be "
+                f"set. Leave {name} out, or type data.shares=null."
+            )
         shares = np.array(self.shares, float) / self.per_row
         sizes = np.array([len(rows) for rows in self.parts])
         counts = np.maximum(sizes, np.rint(shares * (sizes / shares).max()))

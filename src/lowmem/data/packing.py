@@ -49,12 +49,20 @@ FILLER = 0  # a token id that every vocabulary has
 
 class NothingToLearn(Refused):
     """Raised if a split has nothing to learn: no document (or rated answer) has a label or, for pairs, no pair has
-    labels in both answers. Args: where: end of the message's first sentence, such as " at seq_len=512"; report: counts
-    of included, cut and dropped documents (or pairs or rated answers)."""
+    labels in both answers.
 
-    def __init__(self, name: str, where: str = "", report: Mapping = MappingProxyType({})) -> None:
+    Args:
+        name: name of the split.
+        where: end of the message's first sentence, such as " at seq_len=512".
+        report: counts of included, cut and dropped documents (or pairs or rated answers).
+        unit: the items that have no label.
+    """
+
+    def __init__(
+        self, name: str, where: str = "", report: Mapping = MappingProxyType({}), unit: str = "document"
+    ) -> None:
         super().__init__(
-            f"data: no document of the {name} split has a token in the loss{where}. Give other data, or type a larger "
+            f"data: no {unit} of the {name} split has a token in the loss{where}. Give other data, or type a larger "
             "seq_len."
         )
         self.report = report

@@ -157,7 +157,8 @@ class AnswerRows:
             "nothing_to_learn": int((~learned).sum()),
         }
         if not learned.any():
-            raise NothingToLearn(name, f" at seq_len={limit}", report | {"rows": 0})
+            where = " in each of its answers" if self.batch.ANSWERS > 1 else ""
+            raise NothingToLearn(name, f"{where} at seq_len={limit}", report | {"rows": 0}, unit)
         return both.chosen(np.repeat(learned, self.batch.ANSWERS)), report
 
     @property

@@ -173,8 +173,9 @@ def _open_or_fill(place: Callable[[], Path], write: Callable[[Path], dict]) -> F
         made = open_or_fill(folder, fill)
     except OSError as error:
         raise Refused(
-            f"cache_dir={folder.parent}: cannot write the tokens there ({error.strerror or 'the disk is full'}). Free "
-            "some space, or type cache_dir=<a folder with enough space>."
+            f"cache_dir={folder.parent}: cannot write or read the tokens there "
+            f"({error.strerror or 'the disk is full'}). Free some space, or type cache_dir=<a folder of yours with "
+            "enough space>."
         ) from error
     for note in made.meta.get("notes", ()):
         log.info(note)

@@ -42,16 +42,16 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
     else:
         if tokenizer.chat_template is None:
             raise Refused(
-                "sample_prompts: a prompt has messages, but this model's tokenizer has no chat template. Give plain "
-                "text."
+                "prompt, sample_prompts: a prompt has messages, but this model's tokenizer has no chat template. Give "
+                "plain text."
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         except (TemplateError, ValueError) as error:
             raise Refused(
-                f"prompt={prompt}: the tokenizer's chat template rejects it ({error}). Give messages in the form that "
-                "the template expects, or plain text."
+                f"prompt, sample_prompts: the tokenizer's chat template rejects {prompt} ({error}). Give messages in "
+                "the form that the template expects, or plain text."
             ) from None
     # with an empty prompt, generation starts after an end token (0 if the tokenizer has none), like a new document
     return torch.tensor([ids or [tokenizer.eos_token_id or 0]])

@@ -76,6 +76,7 @@ def row_of(rows: Rows, index: int) -> Row:
     learned = [False, *(label != IGNORED for label in labels)]
     if learned[-1]:
         return Row([*ids, labels[-1]], learned, starts)
+    starts = [start for start in starts if start < len(ids)]  # a document may begin right after the row
     last = starts[-1]  # padding looks like a document without learned tokens: its positions begin at 0
     restarts = last > 0 and batch.position_ids is not None and batch.position_ids[0, last] == 0
     is_padding = restarts and not any(learned[last:])

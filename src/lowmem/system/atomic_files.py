@@ -22,9 +22,9 @@ from lowmem.system.errors import DENIED, FULL
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a draft path to write to. When the `with` ends, the draft is renamed to `path`.
 
-    After an error the draft is deleted (the disk may be full), and `path` is unchanged. If the process is killed while
-    it replaces a folder, or replaces a file by a folder, the old content may remain at `old_of(path)`. `put_back`
-    restores it; the next `atomic_write` to `path` calls `put_back`, too.
+    After an error before the rename, the draft is deleted (the disk may be full), and `path` is unchanged. If the
+    process is killed while it replaces a folder, or replaces a file by a folder, the old content may remain at
+    `old_of(path)`. `put_back` restores it; the next `atomic_write` to `path` calls `put_back`, too.
 
     Raises:
         OSError: the file could not be written. If the disk is full, broken or read-only, or access is denied, the error

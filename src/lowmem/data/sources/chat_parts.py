@@ -58,7 +58,7 @@ class Replaced:
 
     def __init__(self, messages: Messages, tools: list | None, only: int | None = None, of: int | None = None) -> None:
         self.parts: list[MessagePart] = []
-        self._only, self._of, self._place = only, of, (None, "")
+        self._only, self._of = only, of
         called: set[str] = set()  # names of the functions that the last answer before message i calls
         self.messages = []
         for i, message in enumerate(messages):

@@ -22,8 +22,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         level = [child for module in level for child in module.children()]
     raise Refused(
         f"gradient_checkpointing, compile, weights, strategy: {type(model).__name__} has no list of transformer "
-        "blocks. Type gradient_checkpointing=none compile=none weights=resident (strategy=ddp for several devices), and "
-        "loss=chunked or a smaller batch_size to save memory."
+        "blocks. Type gradient_checkpointing=none compile=none weights=resident (strategy=ddp for several devices). To "
+        "save memory, type loss=chunked or a smaller batch_size."
     )
 
 

@@ -361,6 +361,24 @@ def test_tools_that_the_template_does_not_render_are_refused(chatml):
     assert marked(knows, asked) == "cat·" + CHATML_TWO
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_tool_parameters_as_json_text_give_the_tokens_of_an_object(chatml, nested):
+    knows = tokenizer("{% for tool in tools %}{{ tool | tojson }}{% endfor %}" + CHATML)
+    schema = {"type": "object", "properties": {"cat": {"type": "string"}}}
+    asked = []
+    for parameters in (schema, json.dumps(schema)):
+        tool = {"name": "cat", "parameters": parameters}
+        asked.append(TWO | {"tools": [{"type": "function", "function": tool} if nested else tool]})
+    of_object, of_text = (marked(knows, one) for one in asked)
+    assert of_text == of_object and '{"cat":' in of_object.replace("·", "").replace(" ", "")
+
+
+def test_system_text_beside_the_messages_of_a_record_is_counted(chatml):
+    source = Chat()
+    source.encode(chatml, [TWO | {"system": "cat", "id": 7}, TWO | {"system": ""}])
+    assert source.remarks() == {'records with a field "system" beside their messages, which is not read': 1}
+
+
 def test_text_of_a_conversation_has_contents_only_and_text_bytes_exclude_control_tokens(chatml):
     assert Chat().text(TWO) == "cat\nhello\nI am fine\nthe cat\nsat on the mat"
     assert encoded(chatml, conversation("hello", "fün")).text_bytes == len("user\nhello\nassistant\nfün\n".encode())
@@ -369,7 +387,10 @@ def test_text_of_a_conversation_has_contents_only_and_text_bytes_exclude_control
 def test_chat_template_is_read_from_a_file_or_by_name_and_refused_if_missing_or_invalid(chatml, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text(PLAIN_CHATML.replace("<|im_start|>", "<|im_start|>cat"))
-    assert "<|im_start|>·cat·assistant" in marked(chatml, TWO, template=str(file))
+    own = marked(chatml, TWO, template=str(file))
+    assert "<|im_start|>·cat·assistant" in own
+    file.write_text(file.read_text(), encoding="utf-8-sig")  # begins with a byte order mark
+    assert marked(chatml, TWO, template=str(file)) == own
     base = tokenizer(None)
     base.name_or_path = "some/base"
     assert marked(base, TWO, template="chatml") == CHATML_TWO

@@ -397,12 +397,20 @@ JQ = r"""jq -c '\."prompt" as \$p \| \."completion" \|= ltrimstr\(\$p\)' FILE > 
         ([REPEATED | {"prompt": f" {Q}\n"}], "in 1 of 1 train record,"),
         ([{"prompt": Q, "completion": f"{Q} 4", "label": True}] * 2, f"in 2 of 2 train records.*Remove it: {JQ}"),
         ([REPEATED, ONCE], None),
-        ([REPEATED | {"chosen": " 4"}], None),  # only one of the two answers repeats the prompt
+        (
+            [REPEATED | {"chosen": " 4"}] * 2,
+            f"in 2 of 2 train records.*Remove it: {JQ.replace('completion', 'rejected')}",
+        ),
+        (
+            [{key: text.replace("?\n", "? ") for key, text in REPEATED.items()} | {"prompt": Q}],
+            "in 1 of 1 train record,",
+        ),
         ([ONCE | {"prompt": ""}], None),
     ],
     ids=[
         *("all records", "two of three records", "other white space", "rated answers"),
-        *("half of the records, not reported", "one answer only, not reported", "empty prompt, not reported"),
+        *("half of the records, not reported", "one of two answers", "space for a line break"),
+        "empty prompt, not reported",
     ],
 )
 def test_prompt_repeated_in_most_answers_is_reported_with_advice_and_otherwise_not(tmp_path, records, told):

@@ -496,6 +496,16 @@ def test_unreadable_model_folder_is_refused_with_permission_denied(folder, monke
         loading.architecture(spec(folder))
 
 
+def test_model_folder_with_an_adapter_is_refused_with_both_ways_to_load_it(folder):
+    """transformers would load the adapter together with the model."""
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(Refused, match=r"Type model\.name=.* adapter\.path=.*, or delete adapter_config\.json"):
+        loading.architecture(spec(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(Refused, match=r"contains an adapter\. Type model\.name=.* adapter\.path=\S+\.$"):
+        loading.architecture(spec(folder))
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
 def test_truncated_weight_file_is_refused(folder, kept):
     file = folder / "model.safetensors"

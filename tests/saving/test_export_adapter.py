@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from lowmem.saving import export_adapter
 from lowmem.saving.export import ModelFolder, Weights
@@ -111,6 +111,13 @@ def test_two_exports_of_equal_adapters_are_byte_identical(tokenizer, tmp_path):
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (one / file).read_bytes() == (other / file).read_bytes()
     assert json.loads((one / "adapter_config.json").read_text())["target_modules"] == sorted(names)
+
+
+def test_exported_adapter_folder_names_the_tokens_that_end_an_answer(tokenizer, tmp_path):
+    network = adapted()
+    network.generation_config.eos_token_id = [1, 3]
+    folder = exported(network, tokenizer, tmp_path / "model")
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [1, 3]
 
 
 def test_exported_adapter_has_the_requested_dtype(tokenizer, tmp_path):

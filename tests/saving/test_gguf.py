@@ -167,8 +167,12 @@ def test_run_and_its_export_write_gguf_files_whose_last_1000_bytes_are_equal(fit
 
 
 def test_gguf_file_names_the_end_of_turn_token_and_the_end_of_text_token(tmp_path, alone):
+    """Generation also ends at token 0, which does not end a turn of the chat template."""
     network = written(tmp_path / "model", MODELS["llama"])
-    network.generation_config.eos_token_id = [1, 2]
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}<turn>{% endfor %}"
+    )
+    network.generation_config.eos_token_id = [0, 1, 2]
     network.generation_config.save_pretrained(tmp_path / "model")
     fields = GGUFReader(gguf.write(tmp_path / "model")).fields
     assert [fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("eos", "eot")] == [1, 2]

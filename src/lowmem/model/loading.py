@@ -98,11 +98,13 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
     except dtype.
 
     Raises:
-        Refused: the configuration cannot be read; the weight files of a folder are missing or damaged; the weights are
-            quantized, or have layers that the configuration does not have (files of a hub id are checked only if they
-            are on this machine); `model.architecture` lacks model_type, has a key that the architecture does not have,
-            or a value with which the architecture does not work; or the model is not a causal language model.
+        Refused: the folder contains an adapter; the configuration cannot be read; the weight files of a folder are
+            missing or damaged; the weights are quantized, or have layers that the configuration does not have (files of
+            a hub id are checked only if they are on this machine); `model.architecture` lacks model_type, has a key
+            that the architecture does not have, or a value with which the architecture does not work; or the model is
+            not a causal language model.
     """
+    _refuse_adapter(spec.name)
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
     # with random weights, the decoder of an encoder-decoder model can be built
     halves = pretrained and getattr(config, "is_encoder_decoder", False)
@@ -120,6 +122,19 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
     elif hasattr(config, "quantization_config"):  # describes only the published weights, which are not loaded
         del config.quantization_config
     return config
+
+
+def _refuse_adapter(name: str) -> None:
+    """Raises Refused if the folder of a model contains an adapter, which transformers would load together with the
+    model. Args: name: `model.name`."""
+    file = Path(name).expanduser() / "adapter_config.json"
+    if not _is_folder(name) or not file.is_file():
+        return
+    alone = "" if not file.with_name("config.json").is_file() else f", or delete {file.name} to load the model alone"
+    raise Refused(
+        f"model.name={name}: this folder contains an adapter. Type model.name=<its base model> adapter=lora "
+        f"adapter.path={name}{alone}."
+    )
 
 
 def _refuse_quantized(spec: schema.Model, config: PretrainedConfig, dtype: str | None = None) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 
 class ExpertBalance:
-    """Counts the tokens that each expert computes during training, on this rank.
+    """Counts the tokens that each expert computes during training, on this rank, including padding tokens, which all go
+    to the same experts.
 
     If a router sends most tokens to a few experts, the other experts are hardly trained. Tokens are not counted in
     compiled blocks, nor in blocks whose experts receive the router's choice neither as indices nor as numbers of

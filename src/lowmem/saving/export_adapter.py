@@ -238,6 +238,8 @@ def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, bas
     (folder / CONFIG).write_text(
         json.dumps(_peft_config(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
+    # PEFT does not read this file, but it says which tokens end an answer
+    network.generation_config.save_pretrained(folder)
 
 
 def _base_of(network: PreTrainedModel) -> dict[str, str]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lowmem.model.generation import end_of_turn
 from lowmem.saving import llama_cpp
 from lowmem.system.atomic_files import atomic_write
 from lowmem.system.errors import Refused
@@ -293,4 +294,5 @@ def _add_tokenizer(writer: object, folder: Path, vocab_size: int) -> None:
     special.add_to_gguf(writer, quiet=True)
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
     if others := {*(ends if isinstance(ends, list) else [ends])} - {tokenizer.eos_token_id, None}:
-        writer.add_eot_token_id(min(others))  # the token that ends a turn of a chat
+        turn = end_of_turn(tokenizer)
+        writer.add_eot_token_id(turn if turn in others else min(others))

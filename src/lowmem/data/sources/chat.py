@@ -21,15 +21,16 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem.config.values import shown
 from lowmem.data.sources.bad_record import BadRecord, checked, control, kind, names_of, no_field
-from lowmem.data.sources.chat_parts import CALLS, KNOWN, Messages, is_blank, read_json
+from lowmem.data.sources.chat_parts import CALLS, KNOWN, Messages, is_blank, read_json, with_schemas
 from lowmem.data.sources.chat_template import CHATML, CHATML_TOKENS, TODAY, ChatTemplate, Rendered
 from lowmem.data.sources.chat_tokens import ChatTokens
 from lowmem.data.sources.source import REFUSE, Encoded, Encoder
 from lowmem.system.errors import Refused
 
-VERSION = 3  # increase it when the rendering of conversations changes
+VERSION = 4  # increase it when the rendering of conversations changes
 ROLES = ("system", "developer", "user", "assistant", "tool")
 BLANK = "empty answers of the assistant, kept as context and not in the loss"
+BESIDE = {"system", "system_prompt", "system_message", "instruction", "functions"}  # fields with text of a prompt
 SYSTEM = ("system", "developer")  # roles of instructions, allowed once and at the beginning
 
 
@@ -128,6 +129,9 @@ class Chat(Encoder):
         except RecursionError:
             return BadRecord("the record is nested too deeply")
         self._count(template, messages)
+        for name in BESIDE & fields.keys() - {self.messages}:
+            if fields[name]:
+                self.counts[f'records with a field "{name}" beside their messages, which is not read'] += 1
         return rows
 
     def _count(self, template: ChatTemplate, messages: Messages) -> None:
@@ -299,13 +303,13 @@ def _tools(fields: dict) -> list | None:
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
         found = "a list of other values" if isinstance(tools, list) else kind(tools)
         raise BadRecord(f'field "tools" must be a list of objects, but is {found}')
-    return tools or None
+    return with_schemas(tools) if tools else None
 
 
 def _read(template: str) -> str:
     """Returns the content of a template file."""
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
+        return Path(template).expanduser().read_text(encoding="utf-8-sig")  # drops a byte order mark
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise Refused(

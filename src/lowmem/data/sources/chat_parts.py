@@ -156,6 +156,17 @@ def with_arguments(messages: Messages, as_text: bool) -> Messages:
     return [_spelled(message, as_text) if any(name in message for name in CALLS) else message for message in messages]
 
 
+def with_schemas(tools: list[dict]) -> list[dict]:
+    """Returns the tools with the schema of their parameters as an object. In some data sets it is a JSON text, which
+    templates would render as a quoted string."""
+    return [
+        tool
+        | ({"parameters": object_of(tool["parameters"])} if "parameters" in tool else {})
+        | ({"function": with_schemas([tool["function"]])[0]} if isinstance(tool.get("function"), dict) else {})
+        for tool in tools
+    ]
+
+
 def _spelled(message: dict, as_text: bool) -> dict:
     def spelled(call: object) -> object:
         if not isinstance(call, dict):

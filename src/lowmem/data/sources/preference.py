@@ -307,11 +307,10 @@ class AnswerEncoder(Encoder):
         if self.chats or self.prompt is None:  # `_continued` merges repeated messages
             return None
         names = (self.fields.completion,) if self.fields.rates(fields) else self.names
-        if not all(begins_with(fields[name], fields[self.prompt]) for name in names):
-            return None
-        if names == self.names:
+        repeating = [name for name in names if begins_with(fields[name], fields[self.prompt])]
+        if len(repeating) == 2:
             return "Type data.prompt=null, which takes the common beginning of both answers as the prompt."
-        return self._encoders[names[0]].repeats_prompt(fields)
+        return self._encoders[repeating[0]].repeats_prompt(fields) if repeating else None
 
     @property
     def _encoders(self) -> Mapping[str, Encoder]:

@@ -437,8 +437,10 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
 
 
 def begins_with(text: str, prompt: str) -> bool:
-    """Returns whether a text begins with a prompt, ignoring whitespace around both. False if the prompt is blank."""
-    return bool(prompt.strip()) and text.lstrip().startswith(prompt.strip())
+    """Returns whether a text begins with a prompt, if every run of whitespace is read as one space, and whitespace
+    around both is ignored. False if the prompt is blank."""
+    words = " ".join(prompt.split())
+    return bool(words) and " ".join(text.split()).startswith(words)
 
 
 def held_out(records: Iterable[bytes], val_fraction: float, least: int = 1) -> float:

@@ -22,8 +22,8 @@ RECIPES = {
 
 
 def row(recipe: str, rows_of: str) -> dict[str, int]:
-    """Returns number of tokens in a row -> bytes of card memory that a run needs. Args: recipe: a key of RECIPES;
-    rows_of: one of ROWS_OF."""
+    """Returns a dict from the length of a row, in tokens as text, to the bytes of card memory that a run with such rows
+    needs. Args: recipe: a key of RECIPES; rows_of: one of ROWS_OF."""
     from lowmem.config.cards import card
     from lowmem.config.settle import run_of
     from lowmem.model import packed_attention

@@ -169,7 +169,7 @@ def test_generation_stops_at_the_end_token_the_last_position_or_a_stop_request()
     assert writer.continuation(torch.ones(1, 12, dtype=torch.long), 100) == ""
 
 
-def test_prompt_with_special_characters_is_read_unchanged():
+def test_typed_prompt_with_quotes_brackets_and_braces_is_read_unchanged():
     typed = ["generate=a b", "prompt=What's [1, 2], {a: b}? 7"]
     from lowmem.config.typed_lines import composed
 

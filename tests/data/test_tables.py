@@ -229,7 +229,7 @@ def called(**arguments):
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
-# The arguments of each conversation lack keys that another conversation has, at three depths.
+# The arguments of each call lack keys that another call has. The missing keys are at three levels of nesting.
 CALLS = [
     called(city="Paris"),
     called(unit="C", at={"x": 1.5}),

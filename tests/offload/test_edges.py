@@ -210,7 +210,7 @@ def test_second_lookup_of_a_streamed_embedding_in_one_pass_is_refused(started):
     with pytest.raises(Refused, match="twice in one forward pass"):
         apart.model.embed_tokens(ids)
     del first
-    apart.model.embed_tokens(ids)  # a lookup without backward is forgotten
+    apart.model.embed_tokens(ids)  # `first` was freed without backward
 
 
 def test_padding_row_of_a_streamed_embedding_gets_no_gradient_during_the_next_lookup(started):

@@ -91,7 +91,7 @@ MORE = [
 
 @pytest.mark.rows("how0-first0-then0")
 @pytest.mark.parametrize(("how", "first", "then"), [*ROUNDS, *(pytest.param(*r, marks=slow) for r in MORE)])
-def test_resume_with_streamed_or_resident_weights_equals_the_unbroken_run(fit, how, first, then):
+def test_resume_that_keeps_or_switches_streamed_weights_equals_the_unbroken_run(fit, how, first, then):
     lines = (*how, *LONG)
     _, whole = fit(*lines, *then, folder="whole")
     _, part = fit(*lines, *first, "max_steps=3", "scheduler.total_steps=6", folder="part")

@@ -139,8 +139,8 @@ COPIES = {"as it is": lambda state, _: state, "deepcopy": lambda state, _: copy.
 
 
 def differing(make, way, copied):
-    """Returns the names of the weights that differ between training that continues and a copy of it that continues with
-    a copied optimizer state."""
+    """Trains, and then continues twice: with the same optimizer, and with a new one that gets a copy of the state.
+    Returns the names of the weights that differ afterwards."""
     first = Training(make, way).step(range(3))
     second = Training(make, way, first.weights())
     second.optimizer.load_state_dict(copied(first.optimizer.state_dict()))

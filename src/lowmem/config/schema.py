@@ -370,8 +370,8 @@ def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], b
 def arguments(identity: str) -> type[BaseModel]:
     """Returns the schema of a node whose `_target_` is `identity`, or of an architecture whose `model_type` is
     `identity`. If no yaml of conf/ contains `identity`, the schema is empty. For classes outside PACKAGES, the schema
-    contains only arguments that the yaml interpolates, such as ${lr}. An argument of this schema that all yamls with
-    this `_target_` set is required."""
+    contains only arguments that the yaml interpolates, such as ${lr}. An argument of this schema is required if every
+    yaml with this `_target_` sets it."""
     contents = (parsed(text) for text in _texts() if identity in text)
     nodes = [node for content in contents for _, node in _nodes(content) if _identity(node) == identity]
     values = {key: value for node in reversed(nodes) for key, value in node.items()}

@@ -3,9 +3,10 @@ tokens in the loss.
 
 Shares count labels and not rows, because a row of chat has fewer labels than a row of text. An epoch contains every row
 of every source at least once. The rows of a source that is too small for its share are repeated. `WindowLoader`
-permutes the row numbers of an epoch by (seed, epoch), so the position in a mixture has no further state. A checkpoint
-also stores `Mixed.order`. A resumed run compares this value with its own, to detect changed sources, numbers of rows or
-shares. Validation sets are not mixed: each source is validated separately.
+shuffles the rows of an epoch with a generator that is seeded with (seed, epoch), so resuming needs only the epoch and
+the number of rows that were read. A checkpoint also stores `Mixed.order`. A resumed run compares this value with its
+own, to detect changed sources, numbers of rows or shares. Validation sets are not mixed: each source is validated
+separately.
 """
 
 import logging

@@ -55,8 +55,9 @@ class AnswerBatch(MicroBatch):
 
     @property
     def answers(self) -> Tensor:
-        """Returns for each token the index of its answer in the flattened `lengths`, (B, T). The filler after the last
-        answer of a row, which has no labels, gets the row's next index, or the row's last index if all are in use."""
+        """Returns a (B, T) tensor: for each token, the index of its answer in the flattened `lengths`. The filler after
+        the last answer of a row, which has no labels, gets the row's next index, or the row's last index if all are in
+        use."""
         rows, in_a_row = self.lengths.shape
         first = torch.arange(rows, device=self.labels.device)[:, None] * in_a_row
         if self.position_ids is None:

@@ -1,5 +1,5 @@
-"""Collects and writes the results of a run: summary.json, the table on the terminal, a picture of the memory
-(memory.png), and a table of the memory (memory_step.csv). `fit.py` and `model_folder.py` call this module."""
+"""Collects and writes the results of a run: summary.json, the table on the terminal, a plot of memory over the run
+(memory.png), and the memory during one step (memory_step.csv). `fit.py` and `model_folder.py` call this module."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -101,7 +101,7 @@ def test_log_says_that_freeze_has_no_effect_on_weights_frozen_by_an_adapter(capl
     assert "freeze: *.wpe.* has no effect" in caplog.text and "h.0.* has" not in caplog.text
 
 
-def test_log_names_the_layers_with_and_without_an_adapter(caplog):
+def test_log_counts_adapted_linear_layers_and_names_tensors_without_an_adapter(caplog):
     with caplog.at_level(logging.INFO):
         LoRA(r=4)(network("mixtral"))
         LoRA(target=["c_attn"])(network("gpt2"))

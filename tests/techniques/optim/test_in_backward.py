@@ -33,7 +33,8 @@ def test_clip_value_in_backward_has_the_bits_of_clip_value_after_backward(config
 
 
 def gradient_bytes(config, monkeypatch, *overrides):
-    """Returns bytes: (largest sum of gradients that existed together, sum of all gradients, largest gradient)."""
+    """Returns three sizes in bytes: the peak of all gradients that exist together, the total of all gradients, and the
+    largest gradient."""
     most, right = 0, CausalLM.manual_backward
 
     def watched(self, loss):

@@ -43,8 +43,8 @@ def alone(case):
 
 
 def largest_error(ranks, one):
-    """Returns the largest error of each window's gradients and of the final weights, relative to the largest element of
-    the tensor."""
+    """Returns the largest error of all gradients of all windows and of the final weights. Each error is relative to the
+    largest element of its tensor."""
     assert {name for rank in ranks for name in rank["weights"]} == one["weights"].keys()
     pairs = [(p, one["weights"][name]) for rank in ranks for name, p in rank["weights"].items()]
     for rank in ranks:

@@ -315,9 +315,10 @@ class ChatTemplate:
         return objects, text, spans
 
     def _others(self, messages: Messages, tools: list | None, text: str) -> tuple[Messages, str]:
-        """Returns a copy of the conversation with replaced values, and the rendering of the copy. If this rendering
-        contains the replaced arguments of a call, they come from the call. (The original arguments could also be quoted
-        in a message.) If the template raises an error for the replaced values, returns `messages` and `text`.
+        """Returns a copy of the conversation with replaced values, and the rendering of the copy. The original
+        arguments of a call could also be quoted in a message, but the replaced arguments occur only in the call. So if
+        this rendering contains them, the template renders the call. If the template raises an error for the replaced
+        values, returns `messages` and `text`.
 
         Args:
             text: the rendering of `messages`.

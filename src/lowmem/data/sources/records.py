@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 FIELDS = ("field", "prompt", "completion", "messages")  # the keys of conf/data that select the fields of a record
 NAMED = 3  # maximum number of left-out records of a split that the log names
-# minimum bytes that a record counts in the size of a batch, which limits the number of records in a batch
+# bytes; a smaller record counts as this size in a batch, so the number of records in a batch is limited
 SMALLEST = 512
 
 

@@ -80,8 +80,8 @@ def _allocates(func: OpOverload) -> bool:
 
 @cache
 def _touched(func: OpOverload) -> tuple[list[str], Touched]:
-    """Returns the names of all arguments of an operator in order, and which of these arguments the operator reads and
-    changes."""
+    """Returns the names of all arguments of an operator in order, and the sets of arguments that the operator reads and
+    that it changes."""
     name = schema(func).name.split("::")[1]
     arguments = schema(func).arguments
     changed = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}

@@ -205,9 +205,10 @@ def test_failed_pinning_raises_a_memory_error_that_counts_as_out_of_memory_on_th
 
 def test_advice_for_full_host_memory_does_not_suggest_gradient_checkpointing():
     used = {"gradient_checkpointing": "none", "precision": "32", "weights": "resident"}
-    tries = {side: advice.out_of_memory(side, {"weights": 2**30}, used, 8, 128) for side in ("device", "host")}
+    suggested = advice.advice(used, batch_size=8, seq_len=128, windows={0: 1})
+    tries = {side: advice.out_of_memory(side, {"weights": 2**30}, suggested) for side in ("device", "host")}
     assert "Out of memory on the host" in tries["host"] and "seq_len=64" in tries["host"]
-    of_masters = advice.out_of_memory("host", {"optimizer": 2**30}, used, 8, 128)
+    of_masters = advice.out_of_memory("host", {"optimizer": 2**30}, suggested)
     assert "  optim=" in of_masters and "  optim=" not in tries["host"]
     assert "gradient_checkpointing=" in tries["device"] and "gradient_checkpointing=" not in tries["host"]
 

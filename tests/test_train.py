@@ -240,6 +240,20 @@ def test_completed_run_restores_the_earlier_sigint_handler(command):
 
 
 @pytest.mark.process
+def test_run_continues_and_writes_its_model_after_the_reader_of_its_output_has_exited(small, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-u", "train.py", *small, "log_every=1", f"hydra.run.dir={tmp_path}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert (tmp_path / "model" / "model.safetensors").exists() and not (tmp_path / "failed.txt").exists()
+
+
+@pytest.mark.process
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_a_summary(small, tmp_path):
     """The run is a separate process, which receives a real signal."""
     arguments = [*(a for a in small if not a.startswith("max_steps")), "max_steps=100000", f"hydra.run.dir={tmp_path}"]

@@ -323,6 +323,22 @@ def test_invalid_command_prints_one_line_before_torch_is_imported_and_leaves_no_
 
 # --- text as typed ---------------------------------------------------------------------------------------------------
 
+
+def test_evaluation_of_a_merged_model_uses_the_overrides_of_its_run_without_the_adapter(tmp_path):
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    lines = "- adapter=qlora\n- adapter.r=8\n- freeze=[*lora_A*]\n- precision=bf16-true\n"
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(lines)
+    model = tmp_path / "run" / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    merged = cli.prepare([f"evaluate={model}"])
+    assert [line for line in merged if "adapter" in line or "freeze" in line] == ["adapter=none"]
+    assert "precision=bf16-true" in merged
+    assert "adapter=dora" in cli.prepare([f"evaluate={model}", "adapter=dora"])
+    (model / "adapter_config.json").write_text("{}")
+    assert "adapter.r=8" in cli.prepare([f"evaluate={model}"])
+
+
 AWKWARD = [
     "Müller's (old) notes, 2026",
     "a=b",

@@ -43,6 +43,18 @@ def test_model_card_has_the_numbers_of_summary_json_and_no_local_paths(whole):
     assert not re.search(r"[\s'\"=`(]/\w", text) and str(Path.home()) not in text
 
 
+def test_command_of_the_model_card_shortens_relative_paths_of_every_key_and_keeps_hub_ids(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "private" / "own-tokens").mkdir(parents=True)
+    lines = ["adapter.path=outputs/secret/model", "data.parts.code.path=private/src", "tokenizer=private/own-tokens"]
+    assert command([*lines, "data=mix"]) == (
+        "python train.py 'adapter.path=<model>' 'data.parts.code.path=<src>' 'tokenizer=<own-tokens>' data=mix"
+    )
+    assert command(["data=hub", "data.path=org/name", "model.name=org/model"]) == (
+        "python train.py data=hub data.path=org/name model.name=org/model"
+    )
+
+
 def test_model_card_names_base_model_adapter_and_validation_sets(whole):
     sets = [{"name": name, "loss": 1.0, "perplexity": 2.718, "bits_per_byte": 0.5} for name in ("news", "wiki")]
     changed = {

@@ -17,6 +17,7 @@ This module imports nothing heavy at its top, so that `--help` answers in well u
 import atexit
 import errno
 import gc
+import io
 import json
 import logging
 import os
@@ -81,6 +82,8 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     atexit.register(_skip_last_collection)
     home.replace_if_read_only()
     sys.stdout.reconfigure(errors="backslashreplace")  # otherwise a character that stdout cannot encode would end a run
+    if config == "config":
+        _outlive_readers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     _failures.clear()
     _unfit.clear()
@@ -122,6 +125,29 @@ def _no_folder(error: OSError) -> str:
     if error.errno == errno.ENAMETOOLONG:
         return f"The folder of a job cannot be created ({error}). Type hydra.sweep.subdir=<a shorter name>."
     return f"The folder of a job is not writable ({error}). Type hydra.sweep.dir=<a writable folder>."
+
+
+class _Pipe(io.FileIO):
+    """A file descriptor for writing. If it is a pipe whose reader has exited, discards the data."""
+
+    def write(self, data: bytes) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def _outlive_readers() -> None:
+    """Lets a run continue after a program that reads its output has exited, as in `python train.py | head -3`.
+    Otherwise the run would end without its model."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # a notebook or a test has replaced it otherwise
+            pipe = _Pipe(stream.fileno(), "w", closefd=False)
+            how = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
+            buffer = pipe if stream.write_through else io.BufferedWriter(pipe)
+            setattr(sys, name, io.TextIOWrapper(buffer, **how, write_through=stream.write_through))
 
 
 def _nobody_reads() -> None:
@@ -205,8 +231,21 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
             _refuse_taken_out(earlier, arguments)
             renamed = _renamed(earlier)
             _refuse_code(renamed, arguments, folder)
-            return without(keys_of_other_choices(set(renamed).difference(earlier), renamed), renamed)
+            lines = without(keys_of_other_choices(set(renamed).difference(earlier), renamed), renamed)
+            return _without_adapter(lines) if any(map(_holds_merged_model, places)) else lines
     return []
+
+
+def _holds_merged_model(named: str) -> bool:
+    folder = Path(named).expanduser()
+    return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
+
+
+def _without_adapter(lines: list[str]) -> list[str]:
+    """Returns the overrides of a run for the model that the run exported: without its adapter, which is merged into the
+    weights, and without `freeze`, whose patterns may name matrices of the adapter."""
+    merged = {key(line) for line in lines if key(line).split(".")[0] in ("adapter", "freeze")}
+    return [*without(merged, lines), "adapter=none"]
 
 
 def _refuse_code(earlier: list[str], arguments: list[str], folder: Path) -> None:

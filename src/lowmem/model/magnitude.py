@@ -49,8 +49,8 @@ def same(
 
     Args:
         one, other: the results.
-        largest: the largest absolute value in the results, since the rounding error of a sum grows with its largest
-            terms.
+        largest: the magnitude to which the tolerance is relative, usually the largest absolute value in the results:
+            the rounding error of a sum grows with its largest terms.
         dtypes: the dtypes to which the two computations round.
         least: minimum tolerance, relative to `largest`; 0 if both computations use the same kernels.
     """
@@ -72,8 +72,9 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
 
 
 class Rounding:
-    """Rounds tensors to a dtype, one at a time. If the dtype has a smaller range than the tensor's own dtype, also
-    counts the nonzero values of the tensor (`all`), and the nonzero values that become 0 (`zeros`)."""
+    """Rounds tensors to a dtype, one at a time. If the dtype has a smaller range than the tensor's own dtype (fp16, and
+    slightly also bf16), also counts the nonzero values of the tensor (`all`), and the nonzero values that become 0
+    (`zeros`)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.zeros, self.all = dtype, 0, 0

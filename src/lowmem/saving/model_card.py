@@ -7,7 +7,7 @@ shortened to their last component.
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import yaml
 
@@ -36,7 +36,7 @@ def _tags(summary: Mapping) -> list[str]:
 
 
 def _sections(summary: Mapping) -> Iterator[str]:
-    base, data = summary["base_model"], ", ".join(summary["data"]) or "a local data set"
+    base, data = summary["base_model"], ", ".join(summary["data"])
     start = f"[{base}](https://huggingface.co/{base})" if base else "random initial weights"
     if summary["pretrained"] and not base:
         start = "a model in a local folder"
@@ -85,8 +85,8 @@ def _figures(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def command(overrides: list[str]) -> str:
-    """Returns the command that repeats the run, without the overrides of NOT_SHOWN. Each local path is shortened to
-    <name of the file or folder>, which readers replace with their own path."""
+    """Returns the command that repeats the run, without overrides whose key begins with an entry of NOT_SHOWN. Local
+    paths are shortened as in `without_place`; readers replace them with their own paths."""
     typed = set(map(key, overrides))
     # overrides that set a key to null only because the other key of its pair is typed
     implied = {f"{other}=null" for pair in EITHER if typed >= {*pair} for other in pair}
@@ -95,10 +95,13 @@ def command(overrides: list[str]) -> str:
 
 
 def without_place(line: str, data_of_hub: bool) -> str:
-    """Returns an override in which each local path is shortened to <name of the file or folder>. Hub ids are kept.
-    Args: line: the override; data_of_hub: True if data.path is a hub id."""
+    """Returns an override in which local paths are shortened to <name of the file or folder>: the values of keys named
+    path or val_path, existing relative paths, and paths that begin with /, ~/, ./ or ../. Args: line: the override;
+    data_of_hub: True if data=hub was typed; then values of data.path and data.val_path are hub ids, which are kept."""
     name, equals, value = line.partition("=")
-    if key(line) in ("data.path", "data.val_path") and not value.startswith("{") and not data_of_hub:
+    is_path = key(line).rpartition(".")[2] in ("path", "val_path") and not value.startswith("{")
+    is_hub_id = data_of_hub and key(line) in ("data.path", "data.val_path")
+    if (is_path and not is_hub_id) or ("/" in value and Path(value).exists()):
         return f"{name}{equals}<{PurePath(value).name}>"
     return name + equals + PLACE.sub(lambda place: f"<{PurePath(place[0]).name}>", value)
 

@@ -158,8 +158,8 @@ def _continuation(
 
 
 def dress(tokenizer: PreTrainedTokenizerBase, source: Source) -> None:
-    """Sets the chat template and the begin-of-text token of a tokenizer as a source requires, before the first text is
-    encoded.
+    """Sets the chat template (with its end-of-text token) and the begin-of-text token of a tokenizer as a source
+    requires, before the first text is encoded.
 
     Raises:
         Refused: data.bos is true and the tokenizer has no begin-of-text token, or the tokenizer does not allow changing

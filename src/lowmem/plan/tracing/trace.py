@@ -95,7 +95,10 @@ def untraceable(error: Exception) -> str:
     while cause.__cause__ is not None:  # a pipeline schedule wraps the errors of a stage
         cause = cause.__cause__
     if not isinstance(cause, TraceTooLong) and not _raised_by_a_model(cause):
-        error.add_note("This is a bug in the planner. Type plan=off to start without a prediction.")
+        error.add_note(
+            "This error occurred while the planner traced one step. Type plan=off to start without a prediction. If it "
+            "occurs again, it comes from the run's own code, such as a callback; otherwise it is a bug in the planner."
+        )
         raise error
     return f"this model cannot be traced by shape ({type(cause).__name__}: {first_line(cause)[:200]})."
 

@@ -33,7 +33,7 @@ class Figures:
     host: float | None  # bytes: highest peak of all ranks
     drive: float | None  # bytes
     drive_rate: float | None  # GB/s, sum of reading and writing
-    peak: dict[str, float]  # category -> bytes at the device's peak
+    peak: dict[str, float]  # category -> bytes at the highest sampled point of rank 0's device
     loss: Curve  # of training: tokens, learned tokens, seconds, loss
     evaluations: Curve  # of validation: tokens, learned tokens, seconds, loss
     device_bytes: Curve  # step, bytes

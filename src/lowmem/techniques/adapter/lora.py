@@ -6,9 +6,10 @@ from the unchanged model. DoRA also trains a magnitude for each output feature, 
 feature's weights.
 
 A frozen layer needs its input only in the forward pass. Its adapter needs the input in backward too, for the gradient
-of A, so autograd saves the input in the dtype of the product x A. The adapter's weights are in fp32 even if the model
-has 16-bit weights, because 16 bits would lose small updates. Exception: a precision with fp32 masters stores the
-adapter's weights in 16 bits on the device, and their masters in host memory.
+of A, so autograd saves the input in the dtype in which x A is computed: the dtype of A, or with autocast its 16-bit
+dtype. The adapter's weights are in fp32 even if the model has 16-bit weights, because 16 bits would lose small updates.
+Exception: a precision with fp32 masters stores the adapter's weights in 16 bits on the device, and their masters in
+host memory.
 
 Adapted linear layers are instances of PEFT's classes; `stacks.py` implements adapted stacks of fused experts. An
 adapter folder has PEFT's format: `adapter_config.json` and `adapter_model.safetensors`. This module reads adapter
@@ -265,8 +266,8 @@ class LoRA(Adapter):
             ]
         if beyond := [name for name in names if name not in linear]:
             raise Refused(
-                f"adapter.path={self.path}: this adapter changes {beyond[0]}, but embeddings, heads and routers cannot "
-                "be adapted. Type a folder whose adapter has only other linear layers."
+                f"adapter.path={self.path}: this adapter changes {beyond[0]}, but only linear layers that compute a "
+                "plain product can be adapted, except heads and routers. Type a folder with another adapter."
             )
         if self.target is not None and {*names} != {*_chosen(model, linear, self.target)}:
             raise self._decided_by_folder(f"adapter.target={self.target}")

@@ -8,9 +8,9 @@
 
 So each rank needs memory for its shards and one full tensor. Rank 0 also needs memory for the full model, unless its
 weights stay pages of memory-mapped files, which the operating system can evict (`model/loading.py`). Files in the run's
-dtype usually stay mapped. Files with fewer bits can stay mapped if `widens` is True and the run trains no adapter. Rank
-0 then broadcasts the weights in the dtype of the files, and each rank converts its shard while copying it. Randomly
-initialized weights are not mapped. Loading takes longer by the time of one broadcast of the full model.
+dtype usually stay mapped. Files with fewer bits can stay mapped if the strategy's `widens` is True and the run trains
+no adapter. Rank 0 then broadcasts the weights in the dtype of the files, and each rank converts its shard while copying
+it. Randomly initialized weights are not mapped. Loading takes longer by the time of one broadcast of the full model.
 
 torch's `set_model_state_dict(broadcast_from_rank0=True)` also sends tensor by tensor, but rank 0 keeps the full model
 in memory, in addition to its shards, until the last tensor is sent. torch's function omits non-persistent buffers, and
@@ -128,7 +128,8 @@ def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 def shard_and_send(
     model: nn.Module, ranks: OneDevice, lay_out: Callable[[], Container[nn.Module] | None], device: torch.device
 ) -> None:
-    """Shards the model, and fills the shards of all ranks with rank 0's weights.
+    """Shards the model, and fills the shards of all ranks with rank 0's weights. The method `shard` of a strategy calls
+    this function.
 
     Args:
         model: the model; on rank 0 with weights, on other ranks on the meta device.

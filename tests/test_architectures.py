@@ -4,8 +4,10 @@
 import logging
 
 import pytest
+import transformers
 from benchmarks import architectures
 from benchmarks.architectures import CELLS, build_module, configured, family, shrunk, table
+from packaging.version import Version
 
 from lowmem.data.loader import MicroBatch
 from lowmem.fit import fit
@@ -65,7 +67,12 @@ def test_shrunk_architectures_keep_non_neutral_logit_scales_and_caps():
     assert shrunk("granite")["logits_scaling"] != 1 and shrunk("recurrent_gemma")["logits_soft_cap"] < 1
 
 
-@pytest.mark.parametrize("name", ["dbrx", "dots1", "ernie4_5_moe", "falcon_h1", "lfm2_moe", "reformer", "zamba2"])
+old = pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="DbrxConfig rejects its own keys")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("dbrx", marks=old), "dots1", "ernie4_5_moe", "falcon_h1", "lfm2_moe", "reformer", "zamba2"]
+)
 def test_architecture_that_needs_special_config_values_has_a_positive_loss_and_finite_gradients(name):
     assert architectures.starts(shrunk(name)) == "right"
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 import parity
@@ -22,6 +24,7 @@ from networks import VOCABULARY, network
 
 pytestmark = pytest.mark.kernels
 FACTOR = 0.25  # coefficient of the auxiliary loss
+NEWER = Version("5.23")  # of transformers: older versions ignore the mask or output_router_logits in some families
 MIXTRAL = {"router_aux_loss_coef": FACTOR, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -151,8 +154,14 @@ def test_filler_is_excluded_from_the_auxiliary_loss_without_an_attention_mask(fa
     ids[~real] = 0
     other = ids.where(real, 7)
     with torch.no_grad():
-        right = model(input_ids=ids, attention_mask=real.long(), use_cache=False).aux_loss.item()
+        right = model(input_ids=ids, attention_mask=real.long(), use_cache=False).aux_loss
         auxiliary = AuxiliaryLoss(model)
+        if not isinstance(right, torch.Tensor):
+            assert Version(transformers.__version__) < NEWER
+            with pytest.raises((Refused, AttributeError)):  # AttributeError: the model fails in its own code
+                model(input_ids=ids, use_cache=False)
+            return
+        right = right.item()
         model.base_model.register_forward_pre_hook(lambda *called: bodies.append(called[2]), with_kwargs=True)
         found = []
         for rows in (ids, other):
@@ -161,6 +170,8 @@ def test_filler_is_excluded_from_the_auxiliary_loss_without_an_attention_mask(fa
             found.append(auxiliary.take().item() / FACTOR)
         model(input_ids=ids, use_cache=False)  # wrong variant: all tokens count
         found.append(auxiliary.take().item() / FACTOR)
+    if family == "ernie4_5_moe" and Version(transformers.__version__) < NEWER:
+        return  # its auxiliary loss does not use the mask
     roundings = 1e-6  # relative errors of a loss near 2 in fp32
     assert found[:2] == pytest.approx([right, right], rel=roundings) and abs(found[2] - right) > 100 * roundings
     assert all(body.get("attention_mask") is None for body in bodies)

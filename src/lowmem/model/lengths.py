@@ -107,7 +107,11 @@ def _all_angles(rotary: list[nn.Module]) -> Iterator[Angles]:
 
 def _angles(module: nn.Module, more: dict[str, str], positions: Tensor) -> Tensor:
     device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
-    made = module(torch.zeros(1, device=device), positions.to(device), **more)  # fp32, the dtype of the first argument
+    first, positions = torch.zeros(1, device=device), positions.to(device)  # the result has the dtype of `first`: fp32
+    try:
+        made = module(first, positions, **more)
+    except IndexError:  # Qwen3.5 in transformers 5.17 needs the positions of three axes, which are equal for text
+        made = module(first, positions.expand(3, *positions.shape), **more)
     parts = made if isinstance(made, tuple) else (made,)
     return torch.cat([torch.view_as_real(part).flatten(-2) if part.is_complex() else part for part in parts], -1)
 

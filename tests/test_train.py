@@ -150,6 +150,7 @@ REFUSED = {
     ("model=hf", "model.name={empty}"): ["safetensors", "model.pretrained=false"],
     ("resume={truncated}",): ["incomplete"],
     ("resume={empty}",): ["no complete checkpoint"],
+    ("optim=adamw8",): ["optim=adamw8bit"],
     ("resume={foreign}",): ["not a lowmem checkpoint"],
     ("hydra.run.dir={tiny}/inside",): ["output folder", "hydra.run.dir="],
     ("optim=adam8bit", "optim.embedding_bits=16"): ["8 or 32"],

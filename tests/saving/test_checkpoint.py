@@ -321,3 +321,11 @@ def test_checkpoint_that_may_not_be_read_raises_permission_denied_not_truncated(
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(PermissionError):
         checkpoint.find(str(run))
+
+
+def test_evaluation_of_an_exported_folder_without_checkpoint_is_refused_with_its_model_folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(Refused, match=rf"no complete checkpoint\. Type evaluate={tmp_path / 'model'}\.$"):
+        checkpoint.find(str(tmp_path), "evaluate")
+    with pytest.raises(Refused, match="Start without resume="):
+        checkpoint.find(str(tmp_path))

@@ -67,6 +67,7 @@ def test_model_card_names_base_model_adapter_and_validation_sets(whole):
         "data": ["chat.jsonl"],
     }
     text = card(whole[0] | changed)
+    assert "4-bit" not in text and "Load the base model in NF4" in card(whole[0] | changed | {"base_in_4_bits": True})
     expected = {"base_model": "meta-llama/Llama-3.2-1B", "library_name": "peft", "pipeline_tag": "text-generation"}
     assert head(text) == expected | {"tags": ["lowmem", "qlora"]}
     for said in (

@@ -331,7 +331,8 @@ def _owners(name: str) -> list[str]:
 def _choice_like(choice: str, group: str) -> str:
     choices = _choices(group)
     same = OTHER_PRECISIONS.get(choice) if group == "precision" else None
-    near = [same] if same else get_close_matches(choice, choices, 1, NEAR)
+    longer = [name for name in choices if name.startswith(choice)]  # adamw8 means adamw8bit, and not adamw
+    near = [same] if same else longer if len(longer) == 1 else get_close_matches(choice, choices, 1, NEAR)
     if not near:
         return f"<one of {', '.join(choices)}>"
     return f"{near[0]}, or one of {', '.join(name for name in choices if name != near[0])}"

@@ -279,7 +279,9 @@ def find(named: str, key: str = "resume") -> Path:
     if path.is_dir() and not _is_one(path):
         checkpoints = complete(path / "checkpoints") or complete(path)
         if not checkpoints:
-            raise Refused(f"{typed}: this folder has no complete checkpoint. {_instead(key)}")
+            exported = key == "evaluate" and (path / "model").is_dir()  # by export=, which leaves no checkpoint
+            advice = f"Type {in_shell(key, path / 'model')}." if exported else _instead(key)
+            raise Refused(f"{typed}: this folder has no complete checkpoint. {advice}")
         path = checkpoints[-1]
     if not path.exists():
         raise no_such_run(key, named)

@@ -42,6 +42,8 @@ def _sections(summary: Mapping) -> Iterator[str]:
         start = "a model in a local folder"
     yield f"# {(base or summary['architecture']).rpartition('/')[2]}, trained on {data}"
     yield f"Trained from {start} on {data} with lowmem."
+    if summary["adapter_alone"] and summary.get("base_in_4_bits"):
+        yield "The adapter was trained on 4-bit weights (NF4). Load the base model in NF4, with double quantization."
     yield "## Results"
     if summary["validation"]:
         yield _table(*_evaluated(summary["validation"]))

@@ -9,7 +9,7 @@ import torch
 from lowmem.config.check import targets
 from lowmem.config.settle import Command, Run
 from lowmem.config.typed_lines import as_lines, as_mapping
-from lowmem.model.trainable import parameters, trainable
+from lowmem.model.trainable import Packed, parameters, trainable
 from lowmem.report import drive_figures, ran, step
 from lowmem.report.summary import plan_ratios, table, versions, write
 from lowmem.saving.export_adapter import is_adapted
@@ -103,6 +103,7 @@ def _recipe(training: Training, command: Command) -> dict:
         "pretrained": run.model.pretrained,
         "architecture": model.config.model_type,
         "adapter_alone": is_adapted(model) and run.model.pretrained and not run.merge,
+        "base_in_4_bits": any(isinstance(module, Packed) for module in model.modules()),
         "recipe": as_mapping(ran.chosen(command.choices)),
         "data": [Path(place).name for place in places] or as_lines({"data": command.choices.get("data", "")}),
     }

@@ -1,10 +1,10 @@
 """Converts a validation loss to bits per byte of the predicted text, a unit that is comparable across tokenizers.
 
-The loss in nats per label is divided by ln 2 and multiplied by the number of labels per byte. If rows are consecutive
-parts of a split without ignored labels, the number of bytes is read from the token store, which stores the bytes of
-each document; only an incomplete last document is decoded. For other rows, such as the answers of a chat or rows with
-packing=documents, each process reads its device's rows once, and counts their labels and the bytes of the labels' text.
-With several devices, the results of the processes then differ slightly.
+The loss in nats per label is divided by ln 2 and multiplied by the number of labels per byte. If the rows are
+consecutive parts of a split and no label is ignored, the number of bytes is read from the token store, which stores the
+size of each document's text; only an incomplete last document is decoded. For other rows, such as the answers of a chat
+or rows with packing=documents, each process reads its device's rows once, and counts their labels and the bytes of the
+labels' text. With several devices, the results of the processes then differ slightly.
 
 With a byte-level tokenizer, each token has a fixed number of bytes. With other tokenizers, a token that is decoded
 separately may lose a space or contain an incomplete character. So a run of consecutive labels is decoded together with
@@ -25,9 +25,9 @@ BEFORE = 4  # tokens of context; enough to complete a character of at most 4 byt
 
 
 def bits_per_byte(tokens: Tokens, val: ValidationLoader) -> Callable[[float], float]:
-    """Returns a function that converts nats per label to bits per byte, or returns nan if the labels have no text. The
-    labels and bytes are counted at the first call of the returned function. An end-of-text token counts as a label
-    without bytes."""
+    """Returns a function that converts nats per label to bits per byte. If the labels have no text, this function
+    returns nan. The labels and bytes are counted at the first call of the returned function. An end-of-text token
+    counts as a label without bytes."""
     counted = cache(lambda: _counted(tokens, val))
 
     def bits(nats: float) -> float:
@@ -70,7 +70,7 @@ def label_bytes(tokenizer: PreTrainedTokenizerBase, micro_batches: Iterator[Micr
 
 
 def _runs(counts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yields (row, start, stop) of each run of consecutive labels. Args: counts: (B, T) bool: True for a label."""
+    """Yields (row, start, stop) for each run of consecutive labels. Args: counts: (B, T) bool: True for a label."""
     for row, of_row in enumerate(counts):
         edges = np.flatnonzero(np.diff(of_row, prepend=False, append=False)).tolist()
         yield from ((row, start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))

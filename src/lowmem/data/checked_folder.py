@@ -1,10 +1,10 @@
 """Stores files in a cache folder with their checksums, and rebuilds a folder if a file does not match its checksum. The
 token store keeps its files in such folders.
 
-`meta.json` contains metadata, the size and the CRC-32 of each file that `fill` wrote, and a CRC-32 of all of this.
-Opening a folder reads and checks these files, at about 1 GB/s. Files that are added to the folder later are not
-checked. The returned arrays are memory-mapped from the files that were checked, so another process may replace the
-folder while the arrays are in use.
+`meta.json` contains the metadata that `fill` returned, the size and the CRC-32 of each file that it wrote, and a CRC-32
+of all these values. Opening a folder reads and checks these files, at about 1 GB/s. Files that are added to the folder
+later are not checked. The arrays that `open_or_fill` returns are memory-mapped from the files that were checked, so
+another process may replace the folder while the arrays are in use.
 """
 
 import json
@@ -51,7 +51,8 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
 
     Raises:
         OSError: a file cannot be read, or the folder cannot be written.
-        Refused: ATTEMPTS attempts did not give a folder whose files match their checksums, or `fill` raises Refused.
+        Refused: after ATTEMPTS attempts there is still no folder whose files match their checksums, or `fill` raises
+            Refused.
     """
     for _ in range(ATTEMPTS):
         found = _inode(folder)
@@ -73,7 +74,7 @@ def open_or_fill(folder: Path, fill: Callable[[Path], dict]) -> FolderContents:
 def _inode(folder: Path) -> int | None:
     try:
         return folder.stat().st_ino
-    except FileNotFoundError:  # a test before `stat` would not help: another process may remove the folder at any time
+    except FileNotFoundError:  # checking first would not help: another process may remove the folder at any time
         return None
 
 

@@ -2,10 +2,10 @@
 
 A window contains the micro-batches of one optimizer step. A sequence is a row of a split (`packing.py`), or both rows
 of a padded pair (`pairs.py`). An epoch reads every sequence once, in a permutation drawn from (seed, epoch); a stream
-is permuted block by block (`stream.py`). The sizes of micro-batches and windows and the number of devices decide only
-where this order is divided; they do not change the order. The exception is packing=padded: sequences are sorted so that
-a micro-batch has sequences of similar lengths, and the resulting order also depends on the batch size and the number of
-devices.
+is permuted block by block (`stream.py`). The size of micro-batches, the size of windows and the number of devices
+decide only where this order is divided; they do not change the order. The exception is packing=padded: sequences are
+sorted so that a micro-batch has sequences of similar lengths, and the resulting order also depends on the batch size
+and the number of devices.
 
 The process of each device reads the rows of all devices, and keeps the rows of its own device (`Share`).
 
@@ -33,9 +33,10 @@ COUNTS = ("learned_tokens", "weight", "first_tokens")  # values that `MicroBatch
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows that go through the model together. A loss that needs more than tokens uses a subclass, which adds tensors
-    with the first dimension of `input_ids`, and overrides `weight`. The sum of a window's losses is divided by the sum
-    of the weights of the window's micro-batches; both sums are over all devices."""
+    """Rows that go through the model together. A loss that needs more than tokens and labels uses a subclass, which
+    adds tensors whose first dimension has the same size as that of `input_ids`, and overrides `weight`. The sum of a
+    window's losses is divided by the sum of the weights of the window's micro-batches; both sums are over all
+    devices."""
 
     UNIT: ClassVar[str] = "tokens"  # unit of `weight`
     # rows per sequence; a sequence is never split across devices, so both rows of a pair stay together
@@ -104,8 +105,8 @@ class MicroBatch:
 
     @property
     def nothing(self) -> Self:
-        """Returns a copy of the first sequence, with labels that the loss ignores. A device without rows of its own in
-        a global micro-batch computes this copy, because all devices must take part in collectives."""
+        """Returns a copy of the first sequence, with labels that the loss ignores. A device that has no rows in a
+        global micro-batch runs the model on this copy, because all devices must take part in collectives."""
         example = self.each(lambda tensor: tensor[: self.ROWS])
         return replace(example, labels=torch.full_like(example.labels, IGNORED))
 
@@ -136,7 +137,7 @@ class MicroBatch:
 
 
 class Position(NamedTuple):
-    """A position in the data, from which training continues: the next sequence is at index `sequence` in the order of
+    """A position in the data from which training continues: the next sequence is at index `sequence` in the order of
     `epoch`. `window` is the number of windows before this position, since the start of training.
 
     In a stream, `sequence` counts within a block, and `state` is the stream's state before this block (None before the
@@ -221,13 +222,13 @@ class Rows:
         return {}
 
     def arranged(self, permutation: np.ndarray, rows_per_step: int) -> np.ndarray:
-        """Returns the order of sequences in an epoch. Args: permutation: indices of the sequences, permuted by (seed,
-        epoch); rows_per_step: sequences of a global micro-batch (`Share`)."""
+        """Returns the order of sequences in an epoch. Args: permutation: indices of the sequences, shuffled with a
+        generator that is seeded with (seed, epoch); rows_per_step: sequences of a global micro-batch (`Share`)."""
         return permutation
 
     def grouping(self, rows_per_step: int) -> dict:
-        """Returns the values, besides the permutation, that change the result of `arranged`, for
-        `WindowLoader.order`."""
+        """Returns the values, other than the permutation, that change the result of `arranged`. `WindowLoader.order`
+        contains them."""
         return {}
 
 
@@ -250,8 +251,8 @@ class Share(NamedTuple):
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def rows_of(self, read: MicroBatch) -> MicroBatch:
-        """Returns this device's rows of a global micro-batch, after `counted`. All devices must run the same number of
-        micro-batches, so a device without rows gets a sequence without labels (`nothing`)."""
+        """Returns this device's rows of a global micro-batch, with cached counts (`counted`). All devices must run the
+        same number of micro-batches, so a device without rows gets a sequence without labels (`nothing`)."""
         mine = read.each(lambda tensor: tensor[self.places(read.ROWS)])
         return (mine if len(mine.input_ids) else read.nothing).counted()
 
@@ -262,8 +263,8 @@ class WindowLoader:
 
     Args:
         share: this device's share of each global micro-batch.
-        window_size: returns the number of micro-batches per device of a window, from the index of the epoch and the
-            number of earlier windows. The last window of an epoch may have fewer.
+        window_size: called with the index of the epoch and the number of earlier windows; returns the number of
+            micro-batches per device in the next window. The last window of an epoch may have fewer.
     """
 
     def __init__(
@@ -344,8 +345,8 @@ class ValidationLoader:
 
     @property
     def predicted(self) -> int:
-        """Returns the number of labels that all devices together evaluate. Valid only for rows with `without_gaps`,
-        which have `seq_len` labels each."""
+        """Returns the number of labels that all devices together evaluate. This number is valid only for rows with
+        `without_gaps`, which have `seq_len` labels each."""
         return self.count * self.sequences.seq_len
 
     def __len__(self) -> int:

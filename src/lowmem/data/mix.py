@@ -135,7 +135,7 @@ def _opened(name: str, source: Openable, wanted: RowSettings) -> Opened:
 
 
 class Mixed(Rows):
-    """The rows of one epoch, numbered source by source. A row that an epoch reads n times has n numbers."""
+    """The rows of one epoch, numbered source by source. If an epoch reads a row n times, the row has n numbers."""
 
     def __init__(self, parts: Mapping[str, Rows], shares: Mapping[str, float] | None) -> None:
         self.names, self.parts = list(parts), list(parts.values())
@@ -177,7 +177,8 @@ class Mixed(Rows):
         return {"mix": [list(row) for row in zip(self.names, map(len, self.parts), self.counts, orders, strict=True)]}
 
     def describe(self) -> Iterator[str]:
-        """Yields a description of each source: its share of the labels, and the number of passes over it per epoch."""
+        """Yields a description of each source: its share of the labels, and how many times an epoch passes over the
+        source."""
         tokens = np.array(self.counts) * self.per_row
         shares = [None] * len(tokens) if self.shares is None else np.array(self.shares) / sum(self.shares)
         for name, share, typed, count, rows in zip(

@@ -61,10 +61,11 @@ class Openable(Source):
 
     @classmethod
     def rows_class(cls, data: Mapping) -> type[Rows]:
-        """Returns a class of rows without opening the source. The `example` of this class has the type and the tensors
-        of the source's micro-batches. This class need not be the class of the training rows: a mixture, a stream and
-        random tokens have row classes of their own. The planner traces the model with the example, and the type of the
-        example decides whether the loss accepts the data. Args: data: the arguments of the source."""
+        """Returns a class of rows without opening the source. The `example` of this class has the same type and the
+        same kinds of tensors as the source's micro-batches. This class need not be the class of the training rows: a
+        mixture, a stream and random tokens have row classes of their own. The planner traces the model with the
+        example, and the type of the example decides whether the loss accepts the data. Args: data: the arguments of the
+        source."""
         return packing.rows_class(data)
 
     def opened(self, wanted: RowSettings) -> Opened:

@@ -6,17 +6,17 @@
   position ids start at 0 in each document, so tokens attend only to their own document (`model/packed_attention.py`).
 - `padded` gives each document its own row, which is padded at its end to the length of the longest row of the global
   micro-batch (of all devices). In a causal model, padding at the end does not influence the tokens before it, so
-  `padded` needs no attention mask. But the model also computes the padding.
+  `padded` needs no attention mask. But the model also spends time on the padding.
 
 With `documents` and `padded`, a label is the next token of the same document, so a document's last token has no label.
 `data.too_long` decides what these two methods do with documents that are longer than a row. `cut` divides such a
 document into several pieces without losing labels: the label of a piece's last token is the first token of the next
-piece. Position ids start at 0 in each piece, so a piece is computed without the pieces before it. `drop` leaves the
-document out, and `refuse` raises Refused.
+piece. Position ids start at 0 in each piece, so the tokens of a piece do not attend to earlier pieces of the document.
+`drop` leaves the document out, and `refuse` raises Refused.
 
 Best fit decreasing (Johnson et al. 1974) takes the pieces in order of length, the longest first, and places each in the
-row with the smallest sufficient free space. No loop over rows is needed to find this row: bit r of an integer is set if
-a row with exactly r free tokens exists.
+row with the smallest sufficient free space. An integer makes it possible to find this row without a loop over the rows:
+its bit r is set if a row with exactly r free tokens exists.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ from lowmem.system.units import quantity
 
 log = logging.getLogger(__name__)
 
-# number of sequences that are sorted by length together; a larger pool needs less padding, but shuffles less
+# number of sequences that are sorted by length together; with a larger pool, rows have less padding, but their order is
+# less random
 POOL = 4096
 AT_ONCE = 1 << 22  # number of tokens whose learned bits are unpacked at once
 SAMPLES, SAMPLE = 64, 1 << 14  # maximum number of samples in the digest of a split, and tokens per sample
@@ -55,7 +56,7 @@ class NothingToLearn(Refused):
         name: name of the split.
         where: end of the message's first sentence, such as " at seq_len=512".
         report: counts of included, cut and dropped documents (or pairs or rated answers).
-        unit: the items that have no label.
+        unit: the singular name, in the message, of the items that have no label.
     """
 
     def __init__(
@@ -69,9 +70,9 @@ class NothingToLearn(Refused):
 
 
 class TooLong(Refused):
-    """Raised with too_long=refuse if a document, pair or rated answer is too long. Args: document: index within the
-    split: of the first document or rated answer that is too long, or of the chosen answer in the first pair that is too
-    long."""
+    """Raised with too_long=refuse if a document, pair or rated answer is too long. Args: document: the index, within
+    the split, of the first document or rated answer that is too long; for pairs, of the chosen answer in the first pair
+    that is too long."""
 
     def __init__(self, message: str, document: int) -> None:
         super().__init__(message)
@@ -110,7 +111,7 @@ class Joined(Rows):
 
     @cached_property
     def order(self) -> dict:
-        """Returns a digest of the split, because different data may have equally many rows."""
+        """Returns a digest of the split, because the number of rows alone does not identify the data."""
         return {"text": _digest(self.split)}
 
     def micro_batch(self, indices: np.ndarray) -> MicroBatch:
@@ -140,9 +141,9 @@ class Pieces(NamedTuple):
 
 
 class _Apart(Rows):
-    """The base class of `Documents` and `Padded`. `pieces` contains the pieces to learn from, that is, neither dropped
-    documents nor pieces without a label. `report` counts included, cut and dropped documents (in the subclasses of
-    `pairs.py` and `rated.py`: pairs or rated answers)."""
+    """The base class of `Documents` and `Padded`. `pieces` contains the pieces to learn from, that is, all pieces
+    except pieces of dropped documents and pieces without a label. `report` counts included, cut and dropped documents
+    (in the subclasses of `pairs.py` and `rated.py`: pairs or rated answers)."""
 
     filler = True
 
@@ -156,8 +157,8 @@ class _Apart(Rows):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Returns the length of each unit in tokens, (units,), by which units are packed or sorted. Here a unit is a
-        piece; in `pairs.py` it is a pair, and in `rated.py` a rated answer."""
+        """Returns a (units,) array: the length of each unit in tokens. Units are packed or sorted by this length. Here
+        a unit is a piece; in `pairs.py` it is a pair, and in `rated.py` a rated answer."""
         return self.pieces.lengths
 
     @property
@@ -321,8 +322,8 @@ def describe_split(report: Mapping, name: str, packing: str, unit: str = "docume
 
 
 def rows_class(data: Mapping) -> type[Rows]:
-    """Returns a class of rows whose `example` has the type and the tensors of a source's micro-batches (see
-    `Openable.rows_class`). Args: data: arguments of the source."""
+    """Returns a class of rows whose `example` has the same type and the same kinds of tensors as a source's
+    micro-batches (see `Openable.rows_class`). Args: data: arguments of the source."""
     if "parts" in data:
         return Documents if with_positions(data) else Rows
     return PACKINGS[data.get("packing", "joined")]
@@ -388,7 +389,7 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
 
 
 def labels_that_count(split: Split, cut: Pieces) -> np.ndarray:
-    """Returns for each piece the number of labels that count in the loss, (pieces,)."""
+    """Returns a (pieces,) array: for each piece, the number of labels that count in the loss."""
     known = cut.lengths - cut.last
     if split.learned_bits is None:
         return known
@@ -446,7 +447,7 @@ def packed(lengths: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _digest(split: Split) -> str:
     """Returns a digest of the ends of documents, in tokens and in bytes of text, and of samples of tokens across the
-    split. (A digest of all tokens would take seconds, and memory for their pages.)"""
+    split. (A digest of all tokens would take seconds, and would read all their pages into memory.)"""
     digest = hashlib.sha256()
     for lengths in (split.ends, split.text_bytes):
         digest.update(np.ascontiguousarray(lengths))

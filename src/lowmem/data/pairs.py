@@ -1,10 +1,10 @@
 """Makes rows of preference pairs: a chosen and a rejected answer to one prompt.
 
 A pair is two consecutive documents in the token store: the prompt with the chosen answer, then the prompt with the
-rejected answer. Only tokens of the answers are labels. `PaddedPairs` gives each answer, after its prompt, a separate
-row; the two rows of a pair are adjacent. `PackedPairs` fills rows with complete pairs. A pair is never split across
-micro-batches or devices, because its loss depends on both answers. `rated.py` makes rows of rated answers, whose loss
-does not compare the two answers of a pair.
+rejected answer. Only tokens of the answers are labels. `PaddedPairs` puts each answer, preceded by its prompt, into a
+row of its own; the two rows of a pair are adjacent. `PackedPairs` fills rows with complete pairs. A pair is never split
+across micro-batches or devices, because its loss depends on both answers. `rated.py` makes rows of rated answers, whose
+loss does not compare the two answers of a pair.
 
 A micro-batch contains the number of labels of each answer, so that pairs can be counted without reading their tokens.
 For losses with a reference model, a micro-batch also contains the log-probabilities of the answers under this model
@@ -44,8 +44,9 @@ class AnswerBatch(MicroBatch):
 
     @property
     def compared(self) -> tuple[Self, ...]:
-        """Returns the micro-batches for which the reference model computes log-probabilities, which together fill the
-        two columns of `AnswerRows.reference` (pairs: one micro-batch; rated answers: one for each column)."""
+        """Returns the micro-batches for which the reference model computes log-probabilities. Together, these
+        log-probabilities fill the two columns of `AnswerRows.reference`: pairs need one micro-batch, and rated answers
+        one for each column."""
         return (self,)
 
     @property
@@ -67,7 +68,7 @@ class AnswerBatch(MicroBatch):
 
 @dataclass(frozen=True, eq=False)
 class PairBatch(AnswerBatch):
-    """A micro-batch of pairs. In `lengths`, read row by row, answers alternate: chosen, rejected, chosen, ..."""
+    """A micro-batch of pairs. Read row by row, `lengths` alternates between chosen and rejected answers."""
 
     UNIT: ClassVar[str] = "pairs"
     ROWS: ClassVar[int] = 2
@@ -120,7 +121,7 @@ class AnswerRows:
         raise NotImplementedError
 
     def _chosen(self, name: str) -> tuple[Pieces, dict]:
-        """Returns the pieces of the included units, ANSWERS consecutive pieces per unit, and counts of included, cut
+        """Returns the pieces of the included units (ANSWERS consecutive pieces per unit), and counts of included, cut
         and dropped units. A unit is included if each of its answers has a label. Also sets two attributes, arrays of
         shape (included units, ANSWERS): `labels`, the number of labels of each answer, and `numbers`, the index of each
         answer's document in the split.
@@ -195,7 +196,8 @@ class _Pairs(AnswerRows):
         """Returns a micro-batch of pairs: `tokens` with `lengths` and `reference`.
 
         Args:
-            pairs: indices of the pairs in each row, (B, K / 2); if each pair has two rows, (B / 2, 1). -1: no pair.
+            pairs: the indices of the pairs in each row, a (B, K / 2) array; if each pair has two rows, a (B / 2, 1)
+                array. -1: no pair.
         """
         real, rows = pairs[..., None] >= 0, len(tokens.input_ids)
         lengths = np.where(real, self.labels[pairs], 0).reshape(rows, -1)
@@ -224,7 +226,7 @@ class PaddedAnswers(AnswerRows, Padded):
         return self.pieces.lengths.reshape(-1, self.batch.ANSWERS).max(1)
 
     def units_of(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the units at these indices, (units,), in the order in which `micro_batch` puts them."""
+        """Returns a (units,) array: the units at these indices, in the order in which `micro_batch` puts them."""
         return np.asarray(indices)
 
     def arranged_by_length(self, indices: np.ndarray) -> np.ndarray:

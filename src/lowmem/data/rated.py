@@ -1,5 +1,5 @@
-"""Makes rows of rated answers for `loss=kto`. Each answer is desirable or undesirable, and a prompt may have a single
-answer.
+"""Makes rows of rated answers for `loss=kto`. Each answer is rated desirable or undesirable, and a prompt may have only
+one answer.
 
 A record is two documents in the token store (`pairs.py`): first the prompt with the desirable answer, then the prompt
 with the undesirable answer. A pair has both answers. If a record has a single rated answer, the document of the missing
@@ -136,8 +136,8 @@ class RatedAnswers(PaddedAnswers):
         )
 
     def _mismatched(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Returns the inputs and the labels of the mismatched rows of these answers, (B, S) each. Longer rows are cut
-        to `seq_len` tokens, whatever data.too_long is."""
+        """Returns two (B, S) tensors: the inputs and the labels of these answers' mismatched rows. Rows longer than
+        `seq_len` tokens are cut, regardless of data.too_long."""
         rows = []
         for unit in indices.tolist():
             (prompt, _), (_, answer) = self._read(unit), self._read(self._next_prompt(unit))
@@ -156,7 +156,7 @@ class RatedAnswers(PaddedAnswers):
         """Returns the tokens of a unit's prompt, which are all tokens before the first learned token, and the answer
         that follows."""
         start, length, last = (array[unit] for array in self.pieces)
-        stop = start + length + (not last)  # of a cut answer, also the next token, which is the last label
+        stop = start + length + (not last)  # for a cut answer, one more token, which is the last label
         ids, learned = self.split.ids[start:stop], self.split.learned(start, stop)
         begin = 1 + int(learned[1:].argmax())  # the first token is never a label
         return ids[:begin], Answer(ids[begin:], learned[begin:])
@@ -178,7 +178,7 @@ class RatedAnswers(PaddedAnswers):
 
 
 def rows(split: Split, seq_len: int, packing: str, too_long: str, name: str) -> RatedAnswers:
-    """Returns rows of rated answers, and logs their numbers.
+    """Returns rows of rated answers, and logs how many answers and rows there are.
 
     Args:
         name: name of the split, train or val.

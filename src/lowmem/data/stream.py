@@ -2,11 +2,11 @@
 that the interrupted run would have read next.
 
 Records are read in the order of the stream, in blocks of `data.block` records. The documents of a block are packed into
-rows, and the rows of the block are permuted by (seed, epoch, number of the block). A second thread runs
-`Stream.blocks`: it reads, tokenizes and packs the next block while the training thread uses a block. With several
-devices, each process reads the complete stream and keeps the rows of its device.
+rows, and the rows of the block are shuffled with a generator that is seeded with (seed, epoch, number of the block). A
+second thread runs `Stream.blocks`: it reads, tokenizes and packs the next block while the training thread uses a block.
+With several devices, each process reads the complete stream and keeps the rows of its device.
 
-A position contains the state of the stream before a block, and the number of rows of this block that were used. A
+A position contains the state of the stream before a block, and the number of this block's rows that were used. A
 resumed run loads the state and reads the block again. With packing=joined, the tokens at the end of a block that do not
 fill a row begin the next block. The state consists of these tokens (at most `seq_len`), the number of the block, and
 the state of the reader, which is a few numbers. The shuffle buffer of `datasets` is not used, because the state of the
@@ -91,9 +91,9 @@ class Stream(Openable):
         return Documents(split, self.seq_len, self.records.too_long, name)
 
     def blocks(self, state: dict | None) -> Iterator["RowBlock"]:
-        """Yields the blocks of an epoch, without blocks that give no rows (`rows_if_any`). Args: state: the state of
-        the stream from which to continue; None: begin an epoch. If the first records of the training split are held out
-        for validation, the epoch begins after these records."""
+        """Yields the blocks of an epoch, except blocks that give no rows (`rows_if_any`). Args: state: the state of the
+        stream from which to continue; None: begin an epoch. If the first records of the training split are held out for
+        validation, the epoch begins after these records."""
         stream = self.table.rows(self.table.splits["train"], state and state["stream"])
         held_out = self.val_rows if self.table.val_from_train else 0
         rows_to_read = islice(stream, 0 if state else held_out, None)
@@ -116,8 +116,8 @@ class Stream(Openable):
             self._tell(f"{title} {seen:,}", counts)
 
     def _read(self, rows: Iterator[dict]) -> list[dict]:
-        """Returns the next records, at most `block`. Raises: Refused: the stream cannot be read, for example because
-        the network failed."""
+        """Returns the next records, at most `block` of them. Raises: Refused: the stream cannot be read, for example
+        because the network failed."""
         with self.table.reached():
             return list(islice(rows, self.block))
 
@@ -163,7 +163,7 @@ def _tail(split: Split, seq_len: int) -> list[tuple[list[int], list[bool], int]]
 
 class RowBlock(NamedTuple):
     """The rows of a block. Args: state: the state of the stream before this block; None for the first block of an
-    epoch; number: index of the block in its epoch, which also counts blocks without rows."""
+    epoch; number: index of the block among all blocks of its epoch, including blocks without rows."""
 
     state: dict | None
     number: int

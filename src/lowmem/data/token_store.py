@@ -2,9 +2,9 @@
 
 The cache key is a digest of the source's content (the bytes of every file, or the commit of a data set of the hub), of
 the settings that change the tokens, and of the tokenizer. On disk, a split takes 2 or 4 bytes per token, 16 bytes per
-document and, if some tokens are not in the loss, another bit per token. Of the memory-mapped files, host memory
-contains only the pages that were read. While the cache is written, only a few MB of text are in memory at a time (for
-data sets that `datasets` reads, also a parquet row group).
+document and, if some tokens are not in the loss, another bit per token. Only those pages of the memory-mapped files
+that were read are in host memory. While the cache is written, only a few MB of text are in memory at a time (for data
+sets that `datasets` reads, also a parquet row group).
 """
 
 import hashlib
@@ -32,8 +32,8 @@ FORMAT = 5  # increase it when the format of stored data changes
 END_OF_TEXT = "<|endoftext|>"
 # maximum number of tokens whose bytes `val_bytes` counts at once; as Python strings they take about 100 MB
 COUNTED_AT_ONCE = 1 << 20
-# Maximum bytes of a word in the training of a BPE. Every merge scans all words that contain the merged pair, so a word
-# of 2 MB takes minutes. Split into pieces of 256 bytes, the same word takes 6 s. The longest word in Python's standard
+# Maximum bytes of a word when a BPE is trained. Every merge scans all words that contain the merged pair, so a word of
+# 2 MB takes minutes. Split into pieces of 256 bytes, the same word takes 6 s. The longest word in Python's standard
 # library has 80 bytes.
 LONGEST_WORD = 256
 # A BPE is trained on at most about this many characters of text (see `_spread`). More text would hardly change the
@@ -61,7 +61,7 @@ class Split:
     learned_bits: np.ndarray | None
 
     def learned(self, start: int, stop: int) -> np.ndarray:
-        """Returns a mask of the tokens in [start, stop), (stop - start,) bool: True if the token is learned, that is,
+        """Returns a (stop - start,) bool array for the tokens in [start, stop): True if the token is learned, that is,
         in the loss."""
         if self.learned_bits is None:
             return np.ones(stop - start, bool)
@@ -87,8 +87,8 @@ class Tokens:
     template: str | None = None
 
     def val_bytes(self, count: int) -> int:
-        """Returns the bytes of text in the first `count` tokens of `val`. For complete documents this number is stored;
-        only the tokens of an incomplete last document are read."""
+        """Returns the number of bytes of text in the first `count` tokens of `val`. For complete documents this number
+        is stored; only the tokens of an incomplete last document are read."""
         complete = int(np.searchsorted(self.val.ends, count, side="right"))  # documents
         start, text = (int(ends[complete - 1]) if complete else 0 for ends in (self.val.ends, self.val.text_bytes))
         pieces = (self.val.ids[i : min(i + COUNTED_AT_ONCE, count)] for i in range(start, count, COUNTED_AT_ONCE))
@@ -112,9 +112,9 @@ def tokenize(
             source's chat format.
 
     Raises:
-        Refused: the data, the tokenizer or the cache cannot be used. For example, a file cannot be read or changed
-            while it was read; a record cannot be used and data.skip_bad is false; a split has no text; more than half
-            of the compared validation documents are also training documents; or the cache cannot be written.
+        Refused: the data, the tokenizer or the cache cannot be used. For example, a file cannot be read, or it changed
+            while it was being read; a record cannot be used and data.skip_bad is false; a split has no text; more than
+            half of the compared validation documents are also training documents; or the cache cannot be written.
     """
     if tokenizer:
         dress(tokenizer, source)
@@ -333,7 +333,7 @@ NO_TOKENS = _digest().digest()  # digest of the empty document in place of a mis
 
 
 def _with_progress(documents: Iterable[Encoded], title: str, size: int | None) -> Iterator[Encoded]:
-    """Yields the documents unchanged. After 2 s, a terminal shows a progress bar. Args: size: bytes of text; None:
+    """Yields the documents unchanged. In a terminal, a progress bar appears after 2 s. Args: size: bytes of text; None:
     unknown."""
     with tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=None, leave=False, delay=2) as bar:
         for document in documents:
@@ -370,8 +370,8 @@ class _Bits:
 
 
 class Twice:
-    """Finds validation documents that are also training documents, and so cannot measure generalization. The first
-    LOOKED_AT distinct validation documents are compared with all training documents, by the digests of their ids.
+    """Finds validation documents that are also training documents: such documents cannot measure generalization. The
+    first LOOKED_AT distinct validation documents are compared with all training documents, by the digests of their ids.
     `check` raises Refused if more than half of the compared validation documents are also training documents."""
 
     def __init__(self) -> None:

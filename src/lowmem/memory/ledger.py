@@ -89,8 +89,8 @@ def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Returns the parameters and buffers that are not on the meta device. Keep the list: walking the modules takes
-    longer than summing the bytes."""
+    """Returns the parameters and buffers that are not on the meta device. Callers should keep the list, because walking
+    the modules takes longer than summing the bytes."""
     return [*parameters(module), *buffers(module)]
 
 

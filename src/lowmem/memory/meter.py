@@ -3,10 +3,10 @@ Writes memory.csv and logger metrics.
 
     every phase          resident memory of the process (RSS) and its peak; bytes of the ledger's device side (weights,
                          gradients, optimizer state) at the end of the phase; on CUDA the caching allocator's statistics
-    sampled steps        live tensor bytes by category (`StorageTracker`). Sampled are the first 3 steps of a run or a
-                         resume, and every `every`-th step; in an evaluation the first batch of each validation set, and
-                         the work after the last batch. Nothing is sampled if blocks are compiled
-    end of each step     if a drive is used, the bytes on it, and the bytes that the step has read and written there
+    sampled steps        live tensor bytes by category (`StorageTracker`). In training, the first 3 steps of a run or a
+                         resume and every `every`-th step are sampled; in an evaluation, the first batch of each
+                         validation set and the work after the last batch. Nothing is sampled if blocks are compiled
+    end of each step     if a drive is used, the bytes on it, and the bytes that the step read from it and wrote to it
 
 The peak counters of the process and of CUDA are global; only this meter may reset them.
 """
@@ -257,8 +257,8 @@ class MemoryMeter(Callback):
         return {"drive_bytes": sum(self.ledger.bytes("drive").values())} | by_way
 
     def _close_window(self, trainer: Trainer) -> None:
-        """Writes the rows in `_window`, one per phase. If a row was sampled, and in every `log_every`-th step, also
-        logs the metrics of `curve`."""
+        """Writes the rows in `_window`, one per phase. Also logs the metrics of `curve` if a row was sampled, and at
+        every `log_every`-th step."""
         for phase, row in self._window.items():
             row = {"step": self._step, "phase": phase} | row
             device = row.get("allocated_peak_bytes", row.get("live_peak_bytes", 0))
@@ -327,8 +327,8 @@ class MemoryMeter(Callback):
         return dict(self.peak.bytes) if self.peak and side == "device" else self.ledger.bytes(side)
 
     def by_phase(self) -> dict[str, dict[str, int]]:
-        """Returns the peaks of each phase in bytes: "host" is the peak resident memory of the process, and "device" is
-        the peak of allocated bytes on CUDA, or on a CPU the peak of live tensors where they were sampled. The key
+        """Returns the peaks of each phase in bytes. "host" is the peak resident memory of the process. "device" is the
+        peak of allocated bytes on CUDA; on a CPU it is the peak of live tensors, as far as they were sampled. The key
         "device" is missing if nothing was measured."""
         peaks = {}
         for phase, sizes in self._highest.items():
@@ -342,9 +342,9 @@ class MemoryMeter(Callback):
         return max((sizes.get("reserved_peak_bytes", 0) for sizes in self._highest.values()), default=0)
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns the bytes of weights, gradients and optimizer state: for each category the bytes on the device plus
-        the ledger's current bytes on the host. Each sampled phase has a point with the most device bytes; the bytes on
-        the device are the category's maximum over these points."""
+        """Returns the bytes of weights, gradients and optimizer state: for each category, the sum of its bytes on the
+        device and the ledger's current bytes on the host. Each sampled phase gives one value for the bytes on the
+        device, taken at the phase's point with the most device bytes; the largest of these values counts."""
         host, phases = self.ledger.bytes("host"), self._highest.values()
         return {
             name: max((sizes.get(f"{name}_bytes", 0) for sizes in phases), default=0) + host[name]

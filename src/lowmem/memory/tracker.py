@@ -110,7 +110,7 @@ def host_side() -> Iterator[None]:
 
 
 class OverLimit(MemoryError):
-    """Live tensors of the device side exceed memory.limit."""
+    """Raised if the live tensors of the device side exceed memory.limit."""
 
 
 class StorageTracker(TorchDispatchMode):
@@ -275,8 +275,8 @@ class StorageTracker(TorchDispatchMode):
 
 
 class ToldTracker(StorageTracker):
-    """A tracker that is not a dispatch mode while it is active. Instead, the fake tensor mode of a trace passes the
-    outputs of each operator to the function `see`. This takes half the time of two nested modes."""
+    """A tracker that does not act as a dispatch mode. Instead, the fake tensor mode of a trace passes the outputs of
+    each operator to the function `see`. This takes half the time of two nested modes."""
 
     def __enter__(self):
         _begin(self)
@@ -287,7 +287,7 @@ class ToldTracker(StorageTracker):
 
 
 def highest(points: Iterable[Point]) -> dict[str, Point]:
-    """Returns for each phase its point with the most device bytes."""
+    """Returns a mapping from each phase to its point with the most device bytes."""
     best: dict[str, Point] = {}
     for point in points:
         if point.phase not in best or point.total > best[point.phase].total:

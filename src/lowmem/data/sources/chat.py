@@ -180,7 +180,8 @@ def messages_of(fields: dict, name: str) -> Messages:
 
 
 def _message(number: int, value: object) -> dict[str, Any]:
-    """Returns a copy of a message without null fields. The content is text, and empty for an answer without content.
+    """Returns a copy of a message without null fields. The content of the copy is text; it is empty for an answer
+    without content.
 
     Args:
         number: number of the message in messages to the user, from 1.

@@ -1,5 +1,5 @@
-"""Lists the parts of a conversation, and replaces parts by other values, with which `chat_template.py` finds the parts
-that a template drops.
+"""Lists the parts of a conversation, and replaces parts with other values, so that `chat_template.py` can find the
+parts that a template drops.
 
 A template may skip a message, or one of two calls, and the text still looks right. So the conversation is rendered
 again with another value for each part. The template renders a part if the new text contains the new value, or if the
@@ -157,8 +157,8 @@ def with_arguments(messages: Messages, as_text: bool) -> Messages:
 
 
 def with_schemas(tools: list[dict]) -> list[dict]:
-    """Returns the tools with the schema of their parameters as an object. In some data sets it is a JSON text, which
-    templates would render as a quoted string."""
+    """Returns the tools with the schema of their parameters as an object. In some data sets the schema is JSON text,
+    which templates would render as a quoted string."""
     return [
         tool
         | ({"parameters": object_of(tool["parameters"])} if "parameters" in tool else {})
@@ -197,7 +197,7 @@ def object_of(arguments: Any) -> Any:
 
 
 def read_json(value: Any) -> Any:
-    """Returns the value that a JSON text contains, because columns of a table may contain JSON. A value that is not
+    """Returns the value that a JSON text contains. (The columns of a table may contain JSON text.) A value that is not
     JSON text is returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value

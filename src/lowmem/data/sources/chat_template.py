@@ -37,7 +37,7 @@ CHATML = (
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# Templates that print today's date print this date, so that the tokens of a corpus do not depend on the day.
+# The date that templates print as today's, so that the tokens of a corpus do not depend on the day.
 TODAY = date(2024, 7, 26)
 _THOUGHT = re.compile(r"</?think(?:ing)?>")
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -51,9 +51,9 @@ class Rendered(NamedTuple):
 
     Args:
         answers: number of learned answers.
-        written: positions at which an answer begins with text of the template, such as an empty thought, and not with
-            text of its message. Empty if `spans` are the marked spans of the full conversation, because `render` then
-            does not determine these positions.
+        written: positions at which an answer begins with text of the template, such as an empty thought, rather than
+            with text of its message. Empty if `spans` are the marked spans of the full conversation, because `render`
+            then does not determine these positions.
     """
 
     text: str
@@ -71,7 +71,7 @@ class RenderedPrefix:
         text: the rendering of the first `count` messages, unless `asked` is True.
         tags: the spans of `text` that the template marks with `{% generation %}`.
         asked: True: the text is the generation prompt of the last answer, followed by this answer. This is the case if
-            the template renders the context of the existing answer differently from the generation prompt.
+            the template renders the context of an existing answer differently than in the generation prompt.
         spans: message index of a learned answer -> the span of the answer in `text`.
     """
 
@@ -152,7 +152,7 @@ class ChatTemplate:
         Raises:
             BadRecord: the template raises an error for the conversation, drops a part of it, leaves a part of a learned
                 answer outside of the marked text, ignores a role, renders tool-call arguments as a quoted string, or
-                renders the context of an answer differently from the generation prompt.
+                renders the context of an existing answer differently than in the generation prompt.
             Refused: the template is not valid Jinja.
         """
         everyone = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -182,7 +182,7 @@ class ChatTemplate:
 
         Args:
             full: the rendering of the full conversation. It is one of the rows if it contains the last learned answer
-                as the model would generate this answer.
+                in the form in which the model would generate it.
         """
         rows = [full]
         for i in reversed(answers):
@@ -268,15 +268,16 @@ class ChatTemplate:
 
     def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
         """Returns the position at which answer `i`, the last answer of a text, ends: after the first run of control
-        tokens that follows the values of the answer, or at the end of the text if no control token follows."""
+        tokens that follows the content and calls of the answer, or at the end of the text if no control token
+        follows."""
         other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)
 
     def _continues(self, messages: Messages, tools: list | None, i: int, text: str) -> bool:
         """Returns whether later messages change neither answer `i` nor its context: the text of the conversation begins
-        with the rendering of the messages up to answer `i`, cut at the end of its last generation block. True if the
-        template raises an error for these messages alone."""
+        with the rendering of the messages up to answer `i`, cut at the end of its last generation block. Also returns
+        True if the template raises an error for these messages alone."""
         try:
             own, tags = self.rendering(messages[: i + 1], tools)
         except BadRecord:
@@ -317,8 +318,8 @@ class ChatTemplate:
     def _others(self, messages: Messages, tools: list | None, text: str) -> tuple[Messages, str]:
         """Returns a copy of the conversation with replaced values, and the rendering of the copy. The original
         arguments of a call could also be quoted in a message, but the replaced arguments occur only in the call. So if
-        this rendering contains them, the template renders the call. If the template raises an error for the replaced
-        values, returns `messages` and `text`.
+        the rendering of the copy contains the replaced arguments, the template renders the call. If the template raises
+        an error for the replaced values, returns `messages` and `text`.
 
         Args:
             text: the rendering of `messages`.
@@ -366,9 +367,9 @@ class ChatTemplate:
         return None
 
     def _shown(self, other: Replaced, row: RenderedPrefix) -> tuple[str, list[Span]]:
-        """Returns the rendering of a conversation with replaced values, and the marked spans. A row with `asked`
-        begins with the generation prompt of the last answer. So the rendering of this prompt is appended, and a part
-        that only the prompt contains counts as present."""
+        """Returns the rendering of a conversation with replaced values, and the marked spans. A row with `asked` begins
+        with the generation prompt of the last answer. For such a row, the rendering of this prompt is appended to the
+        result, so a part that only the prompt contains counts as present."""
         text, tags = self.rendering(other.messages, other.tools)
         if row.asked:
             text += self.rendering(other.messages[:-1], other.tools, True)[0]
@@ -376,7 +377,7 @@ class ChatTemplate:
 
     def _is_same(self, other: Replaced, messages: Messages, tools: list | None, row: RenderedPrefix) -> bool:
         """Returns whether `_shown` gives the same text and spans for a conversation with replaced values as for the
-        original. False if the template raises an error."""
+        original. Returns False if the template raises an error."""
         try:
             return self._shown(other, row) == self._shown(Replaced(messages, tools, only=-1), row)
         except BadRecord:
@@ -441,9 +442,9 @@ def _statements(message: dict) -> list[str]:
 
 
 def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[Span]) -> str | None:
-    """Returns a description of the first line of an answer that is missing from the learned text, or None. A content or
-    reasoning text that the learned text does not contain in full is compared line by line, because templates may move
-    thoughts out of the content.
+    """If the learned text lacks a line of an answer, returns a description of the first such line, else None. A content
+    or reasoning text that the learned text does not contain in full is compared line by line, because templates may
+    move thoughts out of the content.
 
     Args:
         answers: indices of the answers to check.
@@ -461,8 +462,8 @@ def _unsaid(messages: Messages, answers: Iterable[int], text: str, spans: list[S
 
 
 def _is_python(arguments: object, text: str) -> bool:
-    """Returns whether a text contains the arguments of a call as Python prints a dict, for example with single
-    quotation marks. False if the arguments are not an object, or are empty."""
+    """Returns whether a text contains the arguments of a call in the form in which Python prints a dict, for example
+    with single quotation marks. Returns False if the arguments are not an object, or are empty."""
     return isinstance(arguments, dict) and bool(arguments) and str(arguments) in text
 
 
@@ -492,5 +493,5 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern:
-    """Returns a pattern that matches any of these tokens, the longest token first."""
+    """Returns a pattern that matches any of these tokens. Where several match, it matches the longest."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))

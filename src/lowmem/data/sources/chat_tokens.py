@@ -3,8 +3,8 @@ control token.
 
 A tokenizer may merge the end of a header and the beginning of an answer into one token, which then belongs only in part
 to the answer. If the answer begins with text of the template, such as an empty thought (`Rendered.written`), the header
-is encoded separately, as at inference. In all other cases, and if the separate encoding would change the decoded text,
-the record is a `BadRecord`.
+is encoded separately, as at inference. If the answer begins with other text, or if the separate encoding would change
+the decoded text, the record becomes a `BadRecord`.
 """
 
 from functools import cached_property
@@ -97,8 +97,8 @@ class ChatTokens:
         return self.template.specials | (self.template.controls & {*ids[-1:]})
 
     def _tokens(self, rendered: Rendered, encoding: Encoding, ids: list[int], start: int, end: int) -> Span:
-        """Returns the span of tokens for a span of characters, including the control token that ends the answer,
-        without whitespace after this token.
+        """Returns the span of tokens for a span of characters. It includes the control token that ends the answer, but
+        not the whitespace after this token.
 
         Raises:
             BadRecord: a token contains characters on both sides of `start`.

@@ -10,8 +10,8 @@ source.py).
 
 At inference the prompt is encoded without a completion, and training should use the same prompt ids. So the ids of
 prompt and completion, encoded as one text, are used if they begin with the ids of the prompt. Otherwise the completion
-is encoded behind one of LEADS, and the ids of this lead are removed. With an empty lead, the completion may begin with
-a wrong space, because SentencePiece tokenizers put a space before every text."""
+is encoded after one of LEADS, and the ids of this lead are removed. With an empty lead, the completion may begin with
+an unwanted space, because SentencePiece tokenizers put a space before every text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# test texts: the ids that the tokenizer's own call adds before and after one of these texts frame documents
+# test texts: documents are framed with the ids that the tokenizer's own call adds before and after one of these texts
 MARKERS = ("a", "A", "1", ".")
 MOST_MARKERS = 1000  # maximum number of vocabulary entries that are tried as test texts after MARKERS
 # Texts that take the place of the prompt when a completion is encoded separately. They are tried in this order. After
@@ -75,8 +75,8 @@ class Framing(NamedTuple):
 
 
 def framing_of(tokenizer: PreTrainedTokenizerBase, bos: bool | str = "auto") -> Framing:
-    """Returns the tokens that begin and end documents. Args: tokenizer: a tokenizer after `dress`; bos: `data.bos`, of
-    which only the value "older" changes the result, because `dress` has applied the other values."""
+    """Returns the tokens that begin and end documents. Args: tokenizer: a tokenizer after `dress`; bos: `data.bos`;
+    only the value "older" changes the result, because `dress` has already applied the other values."""
     end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if bos == OLDER:
         return Framing([], end_of_text, apart=True)
@@ -114,7 +114,8 @@ def answer_documents(
     used.
 
     Raises:
-        Refused: no token ends documents, because the tokenizer has no end-of-text token. (Not with data.bos=older.)
+        Refused: there is no token that could end a document, because the tokenizer has no end-of-text token. (With
+            data.bos=older this is not an error.)
     """
     if not (framing.end or framing.apart):
         raise Refused(
@@ -133,9 +134,9 @@ def answer_documents(
 def _continuation(
     tokenizer: PreTrainedTokenizerBase, before: np.ndarray, whole: np.ndarray, prompt: str, completion: str
 ) -> np.ndarray | BadRecord:
-    """Returns the ids of a completion. The ids of the prompt followed by these ids are `whole` or, if `whole` does not
-    begin with the ids of the prompt, decode to prompt + completion or to the same text as `whole`. Returns a BadRecord
-    if no lead gives such ids.
+    """Returns the ids of a completion. If `whole` begins with the ids of the prompt, the result is the rest of `whole`.
+    Otherwise the ids of the prompt followed by the returned ids decode to prompt + completion, or to the same text as
+    `whole`; if no lead gives such ids, returns a BadRecord.
 
     Args:
         before: ids of the prompt.
@@ -217,8 +218,8 @@ def _post_processor(tokenizer: PreTrainedTokenizerBase, begin: list[int], end: l
 
 
 def tell(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Logs two properties of the tokenizer that may surprise users, if it has them: there is no end-of-text token, and
-    encoding and decoding change a text."""
+    """Logs two facts that may surprise users: that the tokenizer has no end-of-text token, and that encoding and
+    decoding change a text. Each is logged only if it is true of the tokenizer."""
     if not framing_of(tokenizer).end:
         log.info(
             f"data: {_name(tokenizer)} has no end-of-text token, so nothing separates documents and the model does not "

@@ -5,7 +5,7 @@ for `data=preference` with the id of a data set. A data set of the hub is stream
 of csv and JSON: 007 becomes a number, NA becomes null, and 2024-05-01 a date. So if all files of a split in a local
 folder are csv, or all are JSON lines, the readers of data=csv or data=jsonl read these files instead of `datasets`,
 unless the folder's README has a setting that these readers do not support (`Table._file_rows`). One row group of a
-parquet file is in memory at a time; row groups of data sets of the hub are usually small.
+parquet file is in memory at a time; on the hub, row groups are usually small.
 
 Without data.streaming, all rows are tokenized once into the token store. The order of rows, resume and packing then
 work as with files. With data.streaming, no tokens are stored on disk (`stream.py`).
@@ -160,7 +160,7 @@ class Table(Reader):
         return Record(f"{shown(self.path)}, {name}, row {number:,}", without_schema(fields), identity(fields))
 
     def rows(self, name: str, state: dict | None = None) -> Any:
-        """Returns an iterable of a split's rows: a datasets.IterableDataset, or `FileRows`. Its position can be saved.
+        """Returns an iterable of a split's rows whose position can be saved: a datasets.IterableDataset, or `FileRows`.
 
         Args:
             state: the position from which to continue; None: the beginning. An older run may have saved a state of

@@ -42,7 +42,7 @@ def numbered(file: Path) -> Iterator[tuple[int, bytes]]:
             while len(rest) > LONGEST and not rest.endswith(b"\n"):
                 rest = stream.readline(LONGEST + 1)
             if rest is not line:
-                yield number, line  # not stripped: a stripped line could be short enough
+                yield number, line  # not stripped, so that the line stays too long
             elif stripped := line.removeprefix(BOM if number == 1 else b"").strip():
                 yield number, stripped
 
@@ -59,7 +59,7 @@ def fields_of(line: bytes) -> dict | BadRecord:
 
 def value_of(line: bytes) -> object:
     """Returns the JSON value of a line, or a BadRecord if the line is too long, not UTF-8 or not valid JSON. As in
-    Python's `json`, NaN is accepted, and the last of several fields with equal names counts."""
+    Python's `json`, NaN is accepted, and if several fields have the same name, the last one counts."""
     if len(line) > LONGEST:
         return BadRecord(f"the line is longer than {LONGEST:,} bytes")
     try:

@@ -4,8 +4,8 @@ A cut may change tokens: " " and "b", encoded separately, never give the token "
 line that ends in a visible character and a line that begins with an ASCII letter, where common pre-tokenizers begin a
 word. Each cut is also tested: the text around the cut must have identical ids with and without the cut. (Texts on which
 a tokenizer is trained are cut without a test.) If the first PROOFS tests of a `Cuts` object all fail, the
-object allows no cuts from then on. This happens with SentencePiece tokenizers, which put a mark before every text. For
-slow tokenizers, texts are not cut.
+object allows no cuts from then on. This happens with SentencePiece tokenizers, which put a marker before every text.
+For slow tokenizers, texts are not cut.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cuts:
 
 
 def pieces(blocks: Iterable[str], cuts: Cuts | None = None) -> Iterator[tuple[str, bool]]:
-    """Yields (piece, True if the piece ends the text); nothing for an empty text.
+    """Yields each piece of a text, with True if the piece ends the text. Yields nothing for an empty text.
 
     Args:
         blocks: the blocks of one text.
@@ -81,7 +81,7 @@ def _places(block: str, cuts: Cuts | None) -> Iterator[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """Returns the ids of each text, without special tokens: (tokens,) uint32."""
+    """Returns a (tokens,) uint32 array for each text: its ids, without special tokens."""
     cuts, ids_by_text = Cuts(tokenizer), [[] for _ in texts]
     numbered = ((number, piece) for number, text in enumerate(texts) for piece, _ in pieces([text], cuts))
     for batch in batches(numbered, lambda item: text_bytes(item[1])):
@@ -92,8 +92,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """Returns the ids of each text, (tokens,) uint32. The tokenizer's own result is 50 times as large, and is freed on
-    return."""
+    """Returns a (tokens,) uint32 array for each text: its ids. The tokenizer's own result is 50 times as large, and is
+    freed on return."""
     if tokenizer.is_fast:  # `encode_batch_fast` uses all cores, and does not compute offsets
         backend = tokenizer.backend_tokenizer
         if backend.truncation or backend.padding:  # settings of tokenizer.json, which the tokenizer's own call resets

@@ -346,8 +346,7 @@ class AnswerEncoder(Encoder):
             return bad
 
     def _sides(self, fields: dict) -> dict[str, dict]:
-        """Returns a mapping from the names of the fields with answers to the records that the encoders of these fields
-        encode.
+        """Returns a dict that maps the name of each field with an answer to the record for this field's encoder.
 
         Raises:
             BadRecord: a field is missing, a rating is invalid, or the texts or messages of the record do not fit
@@ -434,7 +433,7 @@ class AnswerEncoder(Encoder):
 
     def _check_ends(self, both: Mapping[str, object]) -> None:
         """Checks that each conversation ends with an answer of the assistant. If data.prompt names a field, a message
-        of another role than assistant or tool must come before the answer. With data.assistant=all, the last answer
+        with a role other than assistant and tool must come before the answer. With data.assistant=all, the last answer
         must not be empty. A value that is not a list is checked later, by the encoder of the field.
 
         Args:

@@ -108,8 +108,8 @@ def is_text(file: Path) -> bool:
 def cut_at(text: Callable[[], Iterable[str]], tail: float) -> int:
     """Returns the number of characters at the beginning of a text that are training text. The remaining characters, a
     share of about `tail`, are validation text. The cut is moved back to the last end of a paragraph before it, or else
-    of a line, or else of a word. It moves by at most its distance from the end of the text, and stays where it is if
-    there is no such end within this distance.
+    of a line, or else of a word. The cut moves by at most its distance from the end of the text; if none of these
+    boundaries lies within this distance, it does not move.
 
     Args:
         text: returns the blocks of the text; called twice.

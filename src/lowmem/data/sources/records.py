@@ -48,7 +48,7 @@ class Record(NamedTuple):
     # bytes of the line, or of the fields of a row. Equal lines or rows have equal identities, also in different files.
     # The length is used as the size of the record.
     identity: bytes = b""
-    group: bytes = b""  # records of one group go to the same split; empty: the identity is the group
+    group: bytes = b""  # records of one group go to the same split; empty: `identity` takes its place
 
 
 class Reader:
@@ -68,8 +68,8 @@ class Reader:
         self.val_from_train, self.val_fraction = val_from_train, val_fraction
 
     def key(self) -> list:
-        """Returns this reader's part of the cache key: values that JSON can represent. They depend on the contents of
-        the data and on the settings that change the records."""
+        """Returns this reader's part of the cache key: values that JSON can represent, and that depend on the contents
+        of the data and on the settings that change the records."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:
@@ -168,7 +168,7 @@ class Records(StoredSource):
         return self.reader.size(split)
 
     def texts(self) -> Iterator[str]:
-        """Yields the training texts. Records without a usable text are left out, even without `skip_bad`."""
+        """Yields the training texts. Records without a usable text are left out, even if `skip_bad` is False."""
         for record in self.reader.records("train"):
             try:
                 if not isinstance(record.fields, BadRecord) and (text := self.encoder.text(record.fields)):
@@ -243,8 +243,8 @@ class Records(StoredSource):
         return [f"{split}: {what}: {n:,}." for split, counts in self._told.items() for what, n in counts.items()]
 
     def _repeated(self) -> list[str]:
-        """Returns notes about splits in which more than half of the records repeat their prompt. (In a few records, the
-        answer may quote the prompt.)"""
+        """Returns notes about splits in which more than half of the records repeat their prompt. (Fewer records are not
+        worth a note: an answer may quote its prompt.)"""
         notes = []
         for split, repeats in self._repeats.items():
             bad, count = self._counts[split]
@@ -305,8 +305,8 @@ def records_of_files(  # noqa: PLR0913
     val_path: str | None = None,
     **how: str | bool | None,
 ) -> Records:
-    """Returns the source of the records in a file or folder. Of a folder, the files that match `pattern` are read. See
-    `FileReader` for the records that are held out for validation.
+    """Returns the source of the records in a file or folder. From a folder, only the files that match `pattern` are
+    read. `FileReader` describes which records are held out for validation.
 
     Args:
         read, settings: see `FileReader`.
@@ -417,7 +417,7 @@ def encoder(
 
 
 def check_no_bos(bos: bool | str) -> None:
-    """Raises Refused if data.bos is true or false, values that conversations do not support."""
+    """Raises Refused if data.bos is true or false, which conversations do not support."""
     if isinstance(bos, bool):
         raise Refused(
             f"data.bos={str(bos).lower()}: the chat template renders all tokens of a conversation, the first one, too. "
@@ -437,8 +437,8 @@ def text_of(fields: dict, name: str, empty: bool = False) -> str:
 
 
 def begins_with(text: str, prompt: str) -> bool:
-    """Returns whether a text begins with a prompt, if every run of whitespace is read as one space, and whitespace
-    around both is ignored. False if the prompt is blank."""
+    """Returns whether a text begins with a prompt. Each run of whitespace counts as one space, and whitespace around
+    the text and the prompt is ignored. Returns False if the prompt is blank."""
     words = " ".join(prompt.split())
     return bool(words) and " ".join(text.split()).startswith(words)
 

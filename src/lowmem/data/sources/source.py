@@ -23,7 +23,8 @@ SplitName = Literal["train", "val"]
 # value of data.bos for runs that an earlier version of lowmem started: texts have no begin-of-text token, and
 # completions are encoded separately from their prompts
 OLDER = "older"
-# a constant part of cache keys. Earlier versions had a setting here that could accept records with control tokens.
+# A constant part of cache keys. In earlier versions, this part was a setting that could accept records with control
+# tokens.
 REFUSE = "refuse"
 
 
@@ -106,8 +107,8 @@ class Source:
     streams = False  # True: the number of rows is unknown (`Stream`)
 
     def key(self) -> list:
-        """Returns this source's part of the cache key: values that JSON can represent. They depend on the contents of
-        the data and on the settings that change the tokens."""
+        """Returns this source's part of the cache key: values that JSON can represent, and that depend on the contents
+        of the data and on the settings that change the tokens."""
         raise NotImplementedError
 
     def size(self, split: SplitName) -> int | None:

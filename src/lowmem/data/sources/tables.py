@@ -1,6 +1,6 @@
 """Reads rows of csv files one by one, and rows of parquet files in groups of AT_ONCE. Neither a complete file nor a
-complete row group is in memory. Used by `data=csv` and `data=parquet`, for csv files of `data=hub`, and for parquet
-files of `data=preference`.
+complete row group is in memory. The module is used for `data=csv` and `data=parquet`, for csv files of `data=hub`, and
+for parquet files of `data=preference`.
 
 This module uses Python's own `csv` and pyarrow's file reader instead of `datasets`. `datasets` reads csv with pandas,
 which turns an empty text or "NA" into null and 1.0 into a number. `datasets` reads parquet with a scanner that keeps
@@ -56,7 +56,8 @@ def columns_of(how: dict) -> list[str]:
 
 def csv_rows(file: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Record]:
     """Yields the rows of a table whose first non-empty line has the names of columns. Each record has all columns, and
-    its `where` names the last line of the row. The fields of a row with too many or too few cells are a BadRecord.
+    its `where` names the last line of the row. If a row has too many or too few cells, its record contains a BadRecord
+    in place of the fields.
 
     Args:
         columns: columns that the table must have.
@@ -147,8 +148,8 @@ def _present(value: object) -> object:
 
 
 def has_column(file: Path, name: str) -> bool:
-    """Returns whether a parquet file has a column. False if the file cannot be read; `parquet_rows` then raises the
-    error."""
+    """Returns whether a parquet file has a column. Returns False if the file cannot be read; `parquet_rows` then raises
+    the error."""
     import pyarrow
     from pyarrow import parquet
 

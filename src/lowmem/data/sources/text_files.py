@@ -2,9 +2,9 @@
 Sources that read records from files also call `find_files`.
 
 Training and validation are split *by file*, because a split inside files could put the first half of a function into
-training and the second half into validation. Only a single text file is divided: its last part is the validation
-split, unless data.val_path is set. Creating a `Corpus` reads only the names and sizes of files. While a batch of text
-is tokenized, a second thread reads the next batch.
+training and the second half into validation. A file is divided only if it is the only one and data.val_path is not set:
+its last part is then the validation split. Creating a `Corpus` reads only the names and sizes of files. While a batch
+of text is tokenized, a second thread reads the next batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Corpus(StoredSource):
 
     Args:
         on_error: what to do with files that are not valid UTF-8 or contain zero bytes: `refuse` the run, `skip` the
-            file, or `replace` invalid and zero bytes by U+FFFD.
+            file, or `replace` invalid and zero bytes with U+FFFD.
         tail: share of the text that is held out for validation if `train` and `val` are the same single file; otherwise
             None.
         packing, too_long, bos: see `Source`.
@@ -157,7 +157,7 @@ def text(  # noqa: PLR0913
     too_long: str = "cut",
     bos: bool | str = "auto",
 ) -> Corpus:
-    """Returns the corpus of a file or folder. Of a folder, the files that match `pattern` are read. The files of
+    """Returns the corpus of a file or folder. From a folder, only the files that match `pattern` are read. The files of
     `val_path` are used for validation only. Raises: Refused: see `find_files`; or, with on_error=refuse, a file
     contains records (RECORDS)."""
     check_utf8(encoding)
@@ -249,8 +249,9 @@ def _files(path: str, pattern: str, key: str, usable: Callable[[list[Path]], lis
 
 
 def _matching(root: Path, typed: str, pattern: str) -> list[Path]:
-    """Returns the files below `root` that match the pattern. Logs the number of other files, so that users notice if
-    the default pattern finds only a tenth of their text. Args: typed: the override with the folder, for messages."""
+    """Returns the files below `root` that match the pattern. Logs the number of files that do not match, so that users
+    notice if the default pattern finds only a tenth of their text. Args: typed: the override with the folder, for
+    messages."""
     everything = _all_files(root)
     try:
         files = sorted(f for f in root.glob(pattern) if f.is_file())

@@ -8,8 +8,8 @@ if it is odd.
 
 KTO compares the reward of an answer with the rewards of mismatched answers. So a micro-batch has two rows for each
 answer: a row with the answer after its own prompt, and a mismatched row, in which the same prompt is followed by the
-answer to the next different prompt of the split. The mismatched row of an answer is the same in every epoch, so the
-reference model computes its log-probability only once. Mismatched rows are computed without gradients.
+next answer in the split that belongs to a different prompt. The mismatched row of an answer is the same in every epoch,
+so the reference model computes its log-probability only once. Mismatched rows are computed without gradients.
 """
 
 import logging

@@ -36,8 +36,8 @@ def parse_bytes(limit: str | int | None, key: str = "memory.limit", plain: bool 
 
 @contextmanager
 def capped(limit: int | None, device: str) -> Iterator[None]:
-    """Context manager that caps CUDA's caching allocator. A no-op without a limit, and on a CPU, where `MemoryMeter`
-    enforces the limit.
+    """Context manager that caps CUDA's caching allocator. It does nothing without a limit. On a CPU it does nothing
+    either, because `MemoryMeter` enforces the limit there.
 
     Args:
         limit: bytes.

@@ -321,9 +321,9 @@ class MemoryMeter(Callback):
         return {"live_peak_bytes": point.total, "host_tensor_bytes": host} | by_category
 
     def by_category(self, side: Side = "device") -> dict[str, int]:
-        """Returns the bytes of each category. For the device: the bytes at the sampled point with the most device
-        bytes, or the ledger's current bytes if nothing was sampled. For the host and a drive: the ledger's current
-        bytes."""
+        """Returns the bytes of each category. For the device, these are the bytes at the sampled point with the most
+        device bytes, or the ledger's current bytes if nothing was sampled. For the host and a drive, they are the
+        ledger's current bytes."""
         return dict(self.peak.bytes) if self.peak and side == "device" else self.ledger.bytes(side)
 
     def by_phase(self) -> dict[str, dict[str, int]]:

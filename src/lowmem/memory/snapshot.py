@@ -24,7 +24,7 @@ EVENTS = 200_000  # number of events in the ring buffer: a few steps of a large 
 @contextmanager
 def recorded(folder: Path, stacks: bool, device: str) -> Iterator[None]:
     """Context manager that records allocations. Writes a snapshot if the device runs out of memory and, with `stacks`,
-    also if the `with` block succeeds. A no-op on a CPU.
+    also if the `with` block succeeds. On a CPU it does nothing.
 
     Args:
         folder: the snapshot's folder.

@@ -241,9 +241,9 @@ class StorageTracker(TorchDispatchMode):
                 self._own(self._live[key], owned.bytes, owned.owner)
 
     def timeline(self) -> Iterator[Point]:
-        """Yields the live bytes at the start of tracking and after every event, including storages that existed before
-        tracking. A storage without an owner counts as "other" if it was created in the phase "step", otherwise as
-        "activations"."""
+        """Yields the live bytes at the start of tracking and after every event. They include storages that existed
+        before tracking. A storage without an owner counts as "other" if it was created in the phase "step", otherwise
+        as "activations"."""
         now, host, unowned = dict(self.base), self.host_base, {}  # unowned: serial -> category
         yield Point(self.events[0][0] if self.events else self.phase, dict(now), host)
         for phase, serial, size in self.events:
@@ -262,8 +262,8 @@ class StorageTracker(TorchDispatchMode):
         return [(serial, size) for serial, size in (*self._before, *later) if self._side(serial) == "device"]
 
     def device_events_before(self, event: int) -> int:
-        """Returns the number of `device_events` before `events[event]`, including storages that existed before
-        tracking."""
+        """Returns the number of `device_events` before `events[event]`. Storages that existed before tracking are
+        counted, too."""
         earlier = ((serial, size) for _, serial, size in self.events[:event])
         return sum(self._side(serial) == "device" for serial, _ in (*self._before, *earlier))
 

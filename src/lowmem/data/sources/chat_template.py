@@ -268,8 +268,8 @@ class ChatTemplate:
 
     def _end(self, messages: Messages, tools: list | None, i: int, text: str) -> int:
         """Returns the position at which answer `i`, the last answer of a text, ends: after the first run of control
-        tokens that follows the content and calls of the answer, or at the end of the text if no control token
-        follows."""
+        tokens that follows the content, reasoning and calls of the answer, or at the end of the text if no control
+        token follows."""
         other = self.rendering(Replaced(messages[: i + 1], tools, of=i).messages, tools)[0]
         end = self.ends.search(text, len(text) - _alike_at_end(text, other))
         return end.end() if end else len(text)

@@ -185,7 +185,7 @@ class Table(Reader):
 
     def _file_rows(self, name: str) -> FileRows | None:
         """Returns the rows of a folder's split if the split's files are all csv or all JSON lines, and the README has
-        only settings of PLAIN. Otherwise returns None."""
+        no settings except the ones in PLAIN. Otherwise returns None."""
         import datasets
 
         config = datasets.load_dataset_builder(self.path, self.subset).config

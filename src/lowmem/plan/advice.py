@@ -1,8 +1,8 @@
 """Builds the error message of a run that ran out of memory; `fit.py` raises the error.
 
 The message suggests three kinds of overrides: techniques that declare `advised: true` in the yaml files of conf/ (at
-most one technique of each group), a smaller batch_size, and a smaller seq_len. If host memory ran out, no techniques
-are suggested except optimizers, and these only if optimizer state is in host memory.
+most one technique of each group), a smaller batch_size, and a smaller seq_len. If host memory ran out, the only
+techniques that are suggested are optimizers, and only if optimizer state is in host memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ def out_of_memory(side: Side, held: Mapping[str, int], tries: Sequence[str], pla
 
     Args:
         side: "device" or "host": the memory that ran out.
-        held: category -> bytes: for the device at the peak, for the host when memory ran out.
+        held: category -> bytes. For the device, these are the bytes at the peak; for the host, the bytes when memory
+            ran out.
         tries: the result of `advice`.
         planned: advice from the planner (`at_start.smaller_recipe`); None if there is none.
     """
@@ -32,9 +33,12 @@ def out_of_memory(side: Side, held: Mapping[str, int], tries: Sequence[str], pla
 
 
 def advice(choices: Mapping[str, str], batch_size: int, seq_len: int, windows: Mapping[int, int]) -> list[str]:
-    """Returns overrides that save memory: half the batch_size (if it is above 1), with twice as many micro-batches per
-    optimizer step; half the seq_len; and for each other group in which the run's technique saves no memory, the advised
-    technique of this group.
+    """Returns overrides that save memory:
+
+    - half the batch_size (if it is above 1), with twice as many micro-batches per optimizer step
+    - half the seq_len
+    - for each group except accumulation in which the run's technique saves no memory: the advised technique of this
+      group, if there is one
 
     Args:
         choices: group -> technique of the run.
@@ -48,7 +52,8 @@ def advice(choices: Mapping[str, str], batch_size: int, seq_len: int, windows: M
             known.get(choices.get(group)),
             next((name for name, technique in known.items() if technique.advised), None),
         )
-        # for example the group `weights`: streaming also needs changes in other groups, which only the planner finds
+        # a group without an advised technique, such as `weights`: streaming also needs changes in other groups, which
+        # only the planner finds
         if first is None:
             continue
         if group != "accumulation":

@@ -79,9 +79,9 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
     """Predicts the memory of a run, and logs advice. Returns None with plan=off, or if the model cannot be traced.
 
     Raises:
-        Refused: the run is predicted to need more memory than the device, the host or the drive has, and the prediction
-            is not only an estimate. The message names a recipe that fits, if a search finds one. Or train.py would
-            refuse the run even with plan=off.
+        Refused: train.py would refuse the run even with plan=off; or the run is predicted to need more memory than the
+            device, the host or the drive has, and the prediction is not only an estimate. In the second case the
+            message names a recipe that fits, if a search finds one.
     """
     if run.plan == "off":
         return None
@@ -104,8 +104,8 @@ def checked(run: Run, typed: Sequence[str]) -> Prediction | None:
 
 def smaller_recipe(run: Run, typed: Sequence[str], prediction: Prediction | None) -> str | None:
     """Returns advice for a run that ran out of device memory, although its memory had been predicted. The advice is the
-    command of the fastest recipe that is predicted to need at least 10 % less device memory, or a sentence that says
-    that there is no such recipe. None: the run's memory was not predicted, or the search failed."""
+    command of the fastest recipe that is predicted to need at least 10 % less device memory, or a sentence saying that
+    no such recipe exists. None: the run's memory was not predicted, or the search failed."""
     if prediction is None:
         return None
     log.info("Out of memory: searching for a recipe that needs less memory ...")
@@ -225,7 +225,7 @@ def _searched(run: Run, typed: Sequence[str], card: Card | None, may_change: Col
 
 
 def _composed(run: Run, typed: Sequence[str], recipe: Mapping[str, str]) -> Run:
-    """Returns the run with a recipe's overrides, and with the device (instead of device=auto) and the output folder of
-    `run`."""
+    """Returns the run of a recipe, with the output folder of `run`, and with the device of `run` instead of
+    device=auto."""
     where = {"device": run.device, "output_dir": run.output_dir}
     return run_of(replaced(typed, recipe)).knowing(**where).resolved()

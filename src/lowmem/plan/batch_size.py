@@ -2,11 +2,11 @@
 accumulation.size (or accumulation.size / accumulation.devices, if accumulation.devices is typed). The effective batch
 size does not depend on batch_size.
 
-The planner predicts which sizes fit, and a trial checks the largest of them. If this trial does not fit, further trials
-find the largest size by bisection among the smaller sizes that are predicted to fit. If no size is predicted to fit,
-the run is refused without a trial. A size whose memory cannot be predicted counts as a size that fits, so without
-predictions the first trial has the largest size. With plan=off nothing is predicted, and bisection among all sizes
-finds the batch_size.
+The planner predicts which sizes fit, and a trial checks the largest of them. If this size does not fit, further trials
+find the largest size that fits, by bisection among the smaller sizes that are predicted to fit. If no size is predicted
+to fit, the run is refused without a trial. A size whose memory cannot be predicted counts as a size that fits, so
+without predictions the first trial has the largest size. With plan=off nothing is predicted, and bisection among all
+sizes finds the batch_size.
 
 Each trial is a separate process, so an out-of-memory error cannot affect the run. A trial runs Lightning's sanity check
 (an evaluation), trains STEPS steps, and evaluates at least once. On CUDA, memory.limit caps the caching allocator;
@@ -40,7 +40,7 @@ DOES_NOT_FIT = 3  # exit code of a trial
 
 
 def resolve(run: Run) -> Run:
-    """Returns the run with a number for batch_size; the run itself if it already has one.
+    """Returns the run with a number for batch_size. A run that already has a number is returned unchanged.
 
     Raises:
         Refused: batch_size=1 does not fit, or is predicted not to fit; the prediction refuses the run; or a trial

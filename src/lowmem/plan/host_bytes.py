@@ -31,7 +31,7 @@ GENERATOR = GIB // 8
 def host_phases(
     trace: MemoryTrace, run: Run, device: Mapping[str, DeviceBytes], on_card: bool, libraries: int
 ) -> dict[str, HostBytes]:
-    """Returns phase -> host memory of one process, without the pages of memory-mapped weight files.
+    """Returns the host memory of one process in each phase, without the pages of memory-mapped weight files.
 
     Args:
         trace: the trace of the run.
@@ -90,8 +90,8 @@ def mapped(run: Run, parameters: int) -> int:
 
 
 def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Converts category -> bytes of the memory tracker to row -> bytes of a report. The category "other" becomes the
-    row "temporaries"; all other names are equal."""
+    """Converts bytes per category of the memory tracker to bytes per row of a report. The category "other" becomes the
+    row "temporaries"; every other category has the same name as its row."""
     return {"temporaries" if category == "other" else category: size for category, size in sizes.items()}
 
 
@@ -99,7 +99,7 @@ def by_row(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """Returns row of the report -> bytes of host memory while a model is loaded. The rows are weights, masters, a
+    """Returns the bytes of host memory while a model is loaded, by row of the report. The rows are weights, masters, a
     temporary copy of the largest tensor, and the buffers of a drive."""
     loaded, maps, joins = _reading(run)
     arrives_packed = _packs(run) and run.model.pretrained
@@ -122,17 +122,17 @@ def _bytes_of_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, 
 
 
 def _kept_on_host(trace: MemoryTrace, on_card: bool) -> dict[str, int]:
-    """Returns row -> bytes of host memory while a model with streamed weights is loaded: the streamed weights, the
-    masters, and the weights that are moved to the card later."""
+    """Returns the bytes of host memory while a model with streamed weights is loaded, by row of the report: the
+    streamed weights, the masters, and the weights that are moved to the card later."""
     waiting = trace.streamed + trace.outside
     others = trace.weights - trace.slots if on_card else 0  # resident weights, which are moved to the device later
     return {"weights": waiting + others, "masters": trace.host_bytes - waiting}
 
 
 def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, int]:
-    """Returns row -> bytes of host memory while a model with resident weights is loaded. On a CPU, each weight is
-    loaded into its final memory: a trained weight becomes its master, and a frozen weight is rounded in place. So only
-    the larger of the two rows counts."""
+    """Returns the bytes of host memory while a model with resident weights is loaded, by row of the report. On a CPU,
+    each weight is loaded into its final memory: a trained weight becomes its master, and a frozen weight is rounded in
+    place. So only the larger of the two rows counts."""
     masters = trace.trained_parameters * getattr(torch, run.weights_dtype).itemsize if trace.steps_on_host else 0
     if on_card:
         return {"weights": weights, "masters": masters}
@@ -140,8 +140,8 @@ def _masters_and(weights: int, trace: MemoryTrace, run: Run, on_card: bool) -> d
 
 
 def _packs(run: Run) -> bool:
-    """Returns True if the adapter quantizes the base weights. Pretrained weights are quantized during loading, one by
-    one."""
+    """Returns True if the adapter quantizes the base weights. Pretrained weights are then quantized one by one, while
+    they are loaded."""
     return "weights" in run.technique("adapter").saves
 
 
@@ -151,8 +151,8 @@ def _reading(run: Run) -> tuple[int, bool, bool]:
     Returns:
         Bytes per element of the loaded weights.
         Whether the loaded weights are pages of memory-mapped files, which the system can drop; False if transformers
-            joins tensors. Determined only with a drive, for quantized base weights, and for strategies that convert
-            weights after sending them (`Run.widens_as_sent`); otherwise False.
+            joins tensors. Determined only for runs with a drive, with quantized base weights, or with a strategy that
+            converts weights after sending them (`Run.widens_as_sent`); False for all other runs.
         Whether transformers joins several tensors of the files into one weight.
     """
     loaded, described = getattr(torch, run.loaded_in), describe(run, plans=True)
@@ -168,7 +168,7 @@ def _reading(run: Run) -> tuple[int, bool, bool]:
 
 
 def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[str, dict[str, int]]:
-    """Returns phase -> row of the report -> bytes of tensors in host memory, for all phases after loading."""
+    """Returns the bytes of tensors in host memory, for each phase after loading and each row of the report."""
     traced = {name: _rows(trace, run, point) for name, point in trace.phases.items()}
     for name in ("forward", "backward", "step"):
         traced[name]["activations"] += trace.rounding
@@ -184,8 +184,8 @@ def _bytes_after_loading(trace: MemoryTrace, run: Run, on_card: bool) -> dict[st
 
 
 def _rows(trace: MemoryTrace, run: Run, point: Point) -> dict[str, int]:
-    """Returns row of the report -> bytes of host memory at a point of the trace. If the run uses a drive, subtracts the
-    tensors on the drive, and adds the buffers for swapping."""
+    """Returns the bytes of host memory at a point of the trace, by row of the report. If the run uses a drive,
+    subtracts the tensors on the drive, and adds the buffers for swapping."""
     sizes = by_row(point.host_bytes)
     if run.drive_folder is None:
         return sizes
@@ -206,7 +206,7 @@ def _copies(run: Run, trace: MemoryTrace) -> int:
 
 def _merged(run: Run, trace: MemoryTrace, on_card: bool) -> int:
     """Returns the additional bytes of host memory for exporting a model with a merged adapter: the model is copied from
-    the card to the host, and a quantized base is dequantized. 0 if the adapter is not merged."""
+    the card to the host, and a quantized base is dequantized. Returns 0 if the adapter is not merged."""
     if not run.merge:
         return 0
     merged = trace.parameters * getattr(torch, run.export_dtype or "float32").itemsize

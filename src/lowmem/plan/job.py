@@ -60,7 +60,7 @@ def plan(
     check(run, choices)
     quiet()
     loading.check_architecture(run)
-    is_of_here = card is None  # False: gpu= was typed. Then several devices are assumed to be in other machines
+    is_of_here = card is None  # False if gpu= was typed; then several devices are assumed to be in other machines
     card = cards.here() if card is None and on_card else card
     if ram is None and (is_of_here or run.devices == 1):
         ram = process.available_bytes()

@@ -64,7 +64,8 @@ class Prediction:
     parameters: int
     on_card: bool
     estimate: str | None = None  # why the prediction is only an estimate; None: it is not an estimate
-    advice: str | None = None  # why training uses the math kernel of attention, and what to type; None: it does not
+    # why training uses the math kernel of attention, and which override helps; None: it does not
+    advice: str | None = None
     trace: Trace | None = None  # input of `cost/step_time.py`, which estimates the time
     mapped: int = 0  # bytes of memory-mapped weight files: resident while loading, dropped if memory is short
     paged: int = 0  # bytes of optimizer state that CUDA pages: on the card if there is room, otherwise on the host
@@ -202,8 +203,9 @@ def needs(trace: Trace, run: Run, target: Target, libraries: int) -> Prediction:
 
 
 def _in_flight(trace: Trace, run: Run) -> int:
-    """Returns the bytes on the card of tensors that are being copied: with host masters, gradients on their way to the
-    host; with CPU offload, gradients on their way to the host and weights on their way to the card; otherwise 0."""
+    """Returns how many bytes of card memory the tensors in flight take: with host masters, gradients on their way to
+    the host; with CPU offload, gradients on their way to the host and weights on their way to the card. Returns 0 for
+    all other runs."""
     if trace.waits_on_host:  # CPU offload: the weights and the gradients of one block
         return 2 * trace.blocks[1]
     if not trace.steps_on_host:
@@ -212,7 +214,7 @@ def _in_flight(trace: Trace, run: Run) -> int:
 
 
 def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator | None) -> dict[str, DeviceBytes]:
-    """Returns phase -> allocated device memory at the phase's peak. Args: in_flight: the result of `_in_flight`; free:
+    """Returns the allocated device memory of each phase at its peak. Args: in_flight: the result of `_in_flight`; free:
     see `_beside_tensors`."""
     traced = {name: DeviceBytes(name, **by_row(trace.phases[name].bytes)) for name in TRACED}
     scratch = 0 if trace.steps_on_host or trace.waits_on_host or not on_card else trace.unseen
@@ -231,8 +233,8 @@ def _device_phases(trace: Trace, on_card: bool, in_flight: int, free: Allocator 
 
 
 def _device(peak: DeviceBytes, in_flight: int, least: int) -> DeviceBytes:
-    """Returns the device's report without the CUDA context: the rows of the highest peak, increased to a sum of
-    `least`. The added bytes are copies in flight (up to `in_flight` in total) and fragments.
+    """Returns the device's report without the CUDA context: the rows of the highest peak, and as many added bytes as it
+    takes to reach a sum of `least`. The added bytes are copies in flight (up to `in_flight` in total) and fragments.
 
     Args:
         peak: the phase with the highest peak.
@@ -275,17 +277,17 @@ def pages_on_host(paged: int, in_use: int, gpu: int | None) -> int:
 
 
 def _beside_tensors(trace: Trace, free: Allocator | None) -> dict[str, int]:
-    """Returns row -> bytes that torch's caching allocator counts as allocated in addition to tensors: cuBLAS
-    workspaces, and the unused ends of blocks, which are too small to be split off. Args: free: an allocator without a
-    limit, after a replay of the trace's events; None: the trace has no events."""
+    """Returns the bytes that torch's caching allocator counts as allocated in addition to tensors, by row of the
+    report: cuBLAS workspaces, and the unused ends of blocks, which are too small to be split off. Args: free: an
+    allocator without a limit, after a replay of the trace's events; None: the trace has no events."""
     tensors = max(trace.phases[name].total for name in ("forward", "backward", "step"))
     rests = 0 if free is None else max(0, free.allocated_peak - tensors - trace.workspace)
     return {"workspaces": trace.workspace, "fragments": rests}
 
 
 def _by_the_allocator(trace: Trace, free: Allocator | None, device_peak: int, leaving: int) -> tuple[int, int]:
-    """Returns two numbers of bytes: the memory that torch reserves if the card has enough room, and the smallest memory
-    that torch must be able to reserve.
+    """Returns two sizes in bytes: the memory that torch reserves if the card has enough room, and the smallest amount
+    of memory that torch must be able to reserve.
 
     Args:
         free: see `_beside_tensors`.

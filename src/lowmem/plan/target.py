@@ -12,7 +12,7 @@ class Target:
     """The device, host and drive that a planned run may use."""
 
     on_card: bool  # True: plan for CUDA, even on a machine without CUDA; False: for a CPU
-    card: Card | None = None  # limits device memory, also of a CPU (memory.limit); None: unlimited
+    card: Card | None = None  # its size limits device memory, for a CPU too (memory.limit); None: unlimited
     host_memory: int | None = None  # bytes for all processes on one host; None: unlimited
     node: int = NODE  # maximum number of devices per host
     drive: DriveSpace | None = None  # None: no drive may be used

@@ -65,8 +65,8 @@ def split_into(wide: Tensor, upper: Tensor, rest: Tensor) -> None:
 
 
 def joined(upper: Tensor, rest: Tensor, out: Tensor | None = None) -> Tensor:
-    """Joins an upper half (bf16) and a lower half (int16) into the fp32 numbers that were split, bit for bit, and
-    returns these numbers. Args: out: fp32 tensor for the result; None: a new tensor."""
+    """Joins an upper half (bf16) and a lower half (int16), and returns the fp32 numbers that were split, bit for bit.
+    Args: out: fp32 tensor for the result; None: a new tensor."""
     out = torch.empty_like(upper, dtype=torch.float32) if out is None else out
     _join(_bits(upper, torch.bfloat16), rest, _bits(out, torch.float32))
     return out

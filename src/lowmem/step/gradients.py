@@ -46,8 +46,8 @@ class Gradients(NamedTuple):
         norm: (), global L2 norm of the unscaled gradients before clipping; None: there are no gradients, or the norm is
             not known, because the host has applied gradients during backward (early updates).
         finite: True if all gradients and their norms are finite, or if there are no gradients to check.
-        loss_is_finite: True if the window's loss is finite. Also True with early updates, since a callback has already
-            checked the loss.
+        loss_is_finite: True if the window's loss is finite. With early updates it is always True, since a callback has
+            already checked the loss.
     """
 
     norm: Tensor | None
@@ -63,8 +63,8 @@ def finite(tensor: Tensor) -> bool:
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """Returns the L2 norm of a gradient in fp32 or wider, since the norm of a scaled fp16 gradient may overflow
-    fp16."""
+    """Returns the L2 norm of a gradient, in fp32 or a wider dtype, since the norm of a scaled fp16 gradient may
+    overflow fp16."""
     return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
@@ -74,7 +74,7 @@ def norm_of_all(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the L2 norm of all gradients together, in fp32 or wider."""
+    """Returns the L2 norm of all gradients together, in fp32 or a wider dtype."""
     if all(gradient.dtype.itemsize > 2 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)  # one kernel for many tensors on CUDA
     return torch.linalg.vector_norm(torch.stack([norm_of(gradient) for gradient in gradients]))

@@ -6,7 +6,7 @@ summary.
     RunsAs      `runs_as`: names the implementation in use
 
 `HostWeight.step` calls `step_from`, and `StochasticHostWeight.step` calls `step_narrow` (`offload/host_weight.py`). If
-the model computes on a card, these two callers run in the host thread. If the optimizer lacks the method that a caller
+the model runs on a card, these two callers run in the host thread. If the optimizer lacks the method that a caller
 needs, the caller converts gradient and weight to fp32, calls the optimizer's `step`, and rounds the result. `OnePass`
 and `InPieces` avoid these fp32 copies of the full weight and gradient.
 """
@@ -23,14 +23,14 @@ class Step(NamedTuple):
     """The arguments of one update of one parameter, whose optimizer state is `optimizer.state[p]`.
 
     Args:
-        gradient: the stored gradient: p's shape, in fp32, bf16 or fp16.
+        gradient: the stored gradient, with p's shape, in fp32, bf16 or fp16.
         group: options of p's parameter group, as they were when the update was queued.
         p: the fp32 parameter. Its data is a placeholder that takes no memory if there is no fp32 master, or if the
             master is stored in two halves.
         reading: unscales and clips the gradient before the update.
-        narrow: p's shape, in bf16 or fp16, or in fp32 if an adapter keeps the weight in fp32; receives the new weight.
-            Before the update, `narrow` contains the old weight in `step_narrow`, and the upper half of the old fp32
-            weight in `step_from` with `rest`. None: only p is updated.
+        narrow: receives the new weight; has p's shape, in bf16 or fp16, or in fp32 if an adapter keeps the weight in
+            fp32. Before an update by `step_narrow` it contains the old weight, and before an update by `step_from` with
+            `rest` the upper half of the old fp32 weight. None: only p is updated.
     """
 
     gradient: Tensor
@@ -47,8 +47,8 @@ class OnePass:
         """Updates a parameter on the host. `HostWeight.step` calls this method instead of `step`.
 
         Args:
-            step: the update. Unless `step.narrow` is None, the new weight is also written to `step.narrow`, with the
-                rounding of `fp32_halves.round_into`.
+            step: the update. Unless `step.narrow` is None, the new weight is also written to `step.narrow`, rounded as
+                in `fp32_halves.round_into`.
             rest: int16, p's shape, contiguous: the lower half of the fp32 weight, whose upper half is `step.narrow`
                 (bf16, contiguous; see `step/fp32_halves.py`). Both halves are read and updated, and p's data is not
                 read. None: the fp32 weight is p's data.

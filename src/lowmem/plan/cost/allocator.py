@@ -119,7 +119,8 @@ def replay(events: Iterable[tuple[Hashable, int]], limit: int | None = None) -> 
     """Simulates a sequence of allocations and releases, and returns the allocator.
 
     Args:
-        events: (serial number of a storage, bytes): positive for an allocation, negative for a release.
+        events: (serial number of a storage, bytes). The bytes are positive for an allocation, and negative for a
+            release.
         limit: maximum reserved bytes; None: unlimited.
 
     Raises:
@@ -151,7 +152,7 @@ def from_the_start(
 
     Args:
         events: the events of a later window.
-        existing: number of leading events that allocate tensors from before the window. The weights come first.
+        existing: number of leading events that allocate tensors that exist before the window. The weights come first.
         weights: bytes of the weights.
         workspaces: index in `events[existing:]` -> bytes of a workspace that is allocated just before this event.
     """
@@ -169,7 +170,7 @@ def from_the_start(
 
 
 def smallest_limit(events: Sequence[tuple[Hashable, int]], free: Allocator | None = None) -> int:
-    """Returns the smallest limit of reserved bytes with which all allocations succeed, as a multiple of 2 MiB. Args:
+    """Returns the smallest limit of reserved bytes, among multiples of 2 MiB, with which all allocations succeed. Args:
     events: see `replay`; free: the result of `replay(events)`; None: it is computed here."""
     free = free or replay(events)
     fails, works = free.allocated_peak // ROUND - 1, -(-free.reserved_peak // ROUND)  # numbers of 2 MiB units

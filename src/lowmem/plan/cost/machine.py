@@ -46,7 +46,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class Machine:
     """The rates of a device, and of the links, the drive and the host that it uses."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # for `stored_rates`, which validates a file
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # `stored_rates` validates a file with these settings
 
     name: str
     flops: dict[str, Rate]  # name of a dtype -> FLOP/s of matrix products
@@ -88,8 +88,8 @@ def machine(on_card: bool, card: cards.Card | None = None, products: str = "floa
 
     Args:
         on_card: True: the rates of a card; False: the rates of this machine's CPU.
-        card: the card of the plan. If it is None or has no published rates, returns the rates of this machine's card,
-            or of `cards.REFERENCE` if this machine has no card.
+        card: the card of the plan. If it is None or has no published rates, this machine's card is used instead, or
+            `cards.REFERENCE` if this machine has no card.
         products: dtype of matrix products. With "tensorfloat32", matrix products in fp32 get the rate of TF32.
     """
     if on_card and ((card and card.rates) or not torch.cuda.is_available()):
@@ -144,7 +144,7 @@ def measured(on_card: bool) -> Machine:
 
 
 def _products(device: str) -> dict[str, float]:
-    """Measures matrix products on a device. Returns: name of a dtype -> FLOP/s."""
+    """Measures the FLOP/s of matrix products on a device. Returns: The FLOP/s of each dtype, by its name."""
     n, flops, before = (4096 if device == "cuda" else 1024), {}, torch.get_float32_matmul_precision()
     for name, dtype in DTYPES.items():
         factor = torch.randn(n, n, device=device).to(dtype)

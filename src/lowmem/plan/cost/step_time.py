@@ -2,7 +2,7 @@
 ranks recipes by this time.
 
 A machine with a card has five resources that work at the same time. So a phase takes as long as its busiest resource
-(and copies down slow copies up, see `Load.seconds`):
+(a copy to the host also slows a simultaneous copy to the card, see `Load.seconds`):
 
             compute     up (to the card)         down          host           drive
 forward     operators   weights                  block inputs                 weights (read)
@@ -71,9 +71,9 @@ class Load(NamedTuple):
         return Load(*map(sum, zip(self, other, strict=True)))
 
     def seconds(self, link: LinkBandwidth | None) -> float:
-        """Returns the seconds until all resources have finished. While the link copies down, copies up reach only the
-        share `link.duplex` of their full rate. Without a link, the device is a CPU: `down` is ignored, and only the
-        host and the drive overlap with each other."""
+        """Returns the seconds until all resources have finished. While the link copies to the host, copies to the card
+        reach only the share `link.duplex` of their full rate. Without a link, the device is a CPU: `down` is ignored,
+        and only the host and the drive overlap with each other."""
         if link is None:
             return self.compute + self.up + max(self.host, self.drive)
         return max(*self, self.up + (1 - link.duplex) * self.down)
@@ -85,8 +85,8 @@ def of_trace(machine: Machine, run: Run, trace: WorkTrace, node: int = NODE) -> 
 
 
 def seconds(machine: Machine, trace: WorkTrace) -> dict[str, float]:
-    """Returns phase -> seconds of a trace's operators. If the optimizer runs on the host, the seconds of the phases in
-    STEP follow from the host's rates. All other seconds follow from the device's rates."""
+    """Returns the seconds of a trace's operators in each phase. If the optimizer runs on the host, the seconds of the
+    phases in STEP follow from the host's rates. All other seconds follow from the device's rates."""
     host = machine.host if (trace.steps_on_host or trace.waits_on_host) and machine.host else machine
     durations = dict.fromkeys((*PASSES, *STEP), 0.0)
     for (phase, work), times in trace.work.items():
@@ -126,7 +126,7 @@ def _passes(
     up, down = (1 / machine.link.up, 1 / machine.link.down) if machine.link else (0.0, 0.0)
     read = 1 / machine.drive_read if run.reads_weights else 0.0
     boundaries, head = trace.offloaded, trace.head * (micro_batches if run.overlaps else 1)
-    again = max(0, trace.streamed - trace.blocks[1])  # backward begins with the last block on the device
+    again = max(0, trace.streamed - trace.blocks[1])  # backward begins with the last block, still on the device
     gradients = _gradients(run, trace, micro_batches) if trace.steps_on_host else 0
     if trace.waits_on_host and not trace.steps_on_host:  # CPU offload copies all weights for each pass
         head, gradients = head + trace.gradients, trace.gradients
@@ -174,9 +174,9 @@ def _gradients(run: Run, trace: WorkTrace, micro_batches: int) -> int:
 
 
 def free_from(machine: Machine, products: str) -> float:
-    """Returns the smallest number of tokens with which streamed weights cost no extra time: tokens per micro-batch, or
-    with weights.order=by_layer tokens per window. In a forward pass, each parameter takes 2 FLOPs per token, and its
-    2 bytes are copied to the card once.
+    """Returns the smallest number of tokens per micro-batch (with weights.order=by_layer, per window) with which
+    streamed weights cost no extra time. In a forward pass, each parameter takes 2 FLOPs per token, and its 2 bytes are
+    copied to the card once.
 
     For a mixture of experts, divide the result by the share of active parameters.
 

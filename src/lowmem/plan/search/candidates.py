@@ -60,12 +60,12 @@ class Typed:
 
     @cached_property
     def named(self) -> dict[str, str]:
-        """Returns group -> technique, typed or default."""
+        """Returns the technique of each group, whether typed or default."""
         return chosen_by(self.lines)
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Returns the typed overrides: key -> value."""
+        """Returns the values of the typed overrides, by key."""
         return as_mapping(self.lines)
 
     def config(self, recipe: Mapping[str, str]) -> Run:
@@ -100,15 +100,15 @@ class Typed:
         return self.configs[key]
 
     def takes(self, choice: Mapping[str, str]) -> bool:
-        """Returns True if a run can be composed with the given techniques, which must have all typed keys of their
-        groups, such as optim.betas. Args: choice: group -> technique."""
+        """Returns True if a run can be composed with the given techniques. It cannot if one of them lacks a typed key
+        of its group, such as optim.betas. Args: choice: group -> technique."""
         try:
             return bool(self._strictly(choice))
         except ConfigCompositionException:
             return False
 
     def keeps(self, group: str) -> bool:
-        """Returns True if all recipes must have the typed run's technique of a group:
+        """Returns True if all recipes must have the typed run's technique of a group. This holds for:
 
         - a group of CHANGEABLE, if `may_change` is given and does not name the group
         - a group of CHANGEABLE, if `may_change` is None and the group's technique was typed
@@ -261,7 +261,8 @@ def _fastest_first(typed: Typed, group: str) -> list[str]:
 
 def strategies(typed: Typed) -> list[str]:
     """Returns the strategies to try. For one device, or if a strategy was typed, this is only the strategy of the typed
-    run. Otherwise these are all strategies that declare `tried` and can use this number of devices (`_makes_up`)."""
+    run. In all other cases, returns every strategy that declares `tried` and can use this number of devices
+    (`_makes_up`)."""
     if typed.run.devices == 1 or typed.keeps(SHARED):
         return [typed.named[SHARED]]
     return [name for name, technique in techniques(SHARED).items() if technique.tried and _makes_up(typed, name)]
@@ -275,9 +276,9 @@ def _makes_up(typed: Typed, strategy: str) -> bool:
 
 
 def _where_it_steps(typed: Typed, run: Run, optim: str) -> str:
-    """Returns the optimizer to use: with host masters the variant that the yaml of `optim` declares as `on_host`,
-    unless it declares none, or the search must keep the optimizer (`Typed.keeps`). Without host masters, returns
-    `optim`."""
+    """Returns the optimizer to use. With host masters, this is the variant that the yaml of `optim` declares as
+    `on_host`. It is `optim` itself without host masters, if the yaml declares no variant, or if the search must keep
+    the optimizer (`Typed.keeps`)."""
     on_host = run.masters and not typed.keeps("optim") and techniques("optim")[optim].on_host
     return on_host or optim
 
@@ -347,9 +348,9 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
 
 
 def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:
-    """Returns overrides that give the optimizer `name` the typed run's optimizer arguments, where the values differ.
-    Returns no overrides if the two optimizers compute different updates. (AdamW with 32-bit state and AdamW with 8-bit
-    state compute the same update.)"""
+    """Returns the overrides with which the optimizer `name` has the optimizer arguments of the typed run. Arguments
+    that already have equal values are left out. Returns no overrides if the two optimizers compute different updates.
+    (AdamW with 32-bit state and AdamW with 8-bit state compute the same update.)"""
     typed_name, optimizers = typed.named["optim"], techniques("optim")
     if name == typed_name or (optimizers[typed_name].update_of or typed_name) != (optimizers[name].update_of or name):
         return {}

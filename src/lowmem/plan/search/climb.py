@@ -37,7 +37,7 @@ class Fitting(NamedTuple):
     recipe: Looked
 
 
-# returns the traced recipe with some settings; None: the recipe is refused, or is known not to fit on the card
+# returns the traced recipe with the given settings; None: the recipe is refused, or is known not to fit on the card
 Look = Callable[[Settings], Looked | None]
 
 
@@ -88,7 +88,7 @@ class Climb:
 
         Once settings have been found that fit, a slower checkpointing or loss is tried only with a larger micro-batch:
         with the same or a smaller micro-batch it would be slower than the settings found. If the route has several
-        losses, the fastest loss needs the most memory, and is tried only at the end, with the best settings found.
+        losses, the fastest loss, which needs the most memory, is tried only at the end, with the best settings found.
         """
         found = None
         for loss in self.losses[1:] or self.losses:

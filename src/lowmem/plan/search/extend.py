@@ -8,12 +8,12 @@ the last block, at the loss, ...), are linear in the number of blocks:
 
 The short models have `near` and `far` blocks, and are traced with the micro-batch size of the recipe. A model may have
 several kinds of blocks, such as blocks with sliding-window attention in Gemma, or dense blocks in a mixture of experts.
-Then each kind must have the same share in the blocks that the longer model adds to the shorter model as in all blocks
-that the shorter model lacks.
+Then the blocks from `near` to `far` must contain each kind in the same proportion as the blocks from `near` to the full
+depth.
 
-A recipe is traced in full if it is not linear in depth (checkpointed segments of several blocks, pipelines,
-weights.resident_blocks), or if no two short models are suitable (for example with fewer than five blocks, or with kinds
-of blocks without a repeated pattern).
+A recipe is traced in full if its work and memory are not linear in depth (checkpointed segments of several blocks,
+pipelines, weights.resident_blocks), or if no two short models are suitable (for example with fewer than five blocks, or
+with kinds of blocks without a repeated pattern).
 
 With weights.order=by_layer, a trace has all micro-batches of a window. From four micro-batches on, work and memory are
 linear in the number of micro-batches, so windows of more than five are extrapolated from windows of four and five
@@ -142,10 +142,11 @@ def line_of(run: Run) -> Line | None:
 
 
 def _line(kinds: Sequence[Hashable]) -> Line | None:
-    """Returns the extrapolation from the two shortest suitable models. Two models are suitable if both conditions hold:
+    """Returns the extrapolation from the two shortest suitable models. Models of `near` and `far` blocks are suitable
+    if two conditions hold:
 
-    - Each kind of block has the same share in the blocks that the longer model adds to the shorter model as in all
-      blocks that the shorter model lacks.
+    - The blocks from `near` to `far` contain each kind of block in the same proportion as the blocks from `near` to the
+      full depth.
     - Both models end with the kind of block with which the full model ends.
 
     Args:

@@ -90,10 +90,10 @@ class Plan:
     Args:
         typed: the typed overrides.
         recipes: the recipes that were tried: first those that fit, best first, and then the recipes that do not fit,
-            smallest first. Not empty.
+            smallest first. Never empty.
         target: the device, host and drive.
-        too_large: number of skipped routes. Either a lower bound of the route's memory exceeds the target, or another
-            route does not fit, and is known not to need more memory than the skipped route.
+        too_large: number of skipped routes. A route is skipped if a lower bound of its memory exceeds the target, or if
+            another route, which is known to need no more memory, does not fit.
         machine: the rates with which times are estimated.
     """
 
@@ -127,8 +127,8 @@ def search(typed: Typed, target: Target) -> Plan:
     all others that the search may try.
 
     Raises:
-        Refused: the model cannot be traced, or every recipe is refused (for example because the speed of its matrix
-            products is not known). Or the card has no bf16 matmuls, and no precision without bf16 may be tried.
+        Refused: the model cannot be traced; every recipe is refused (for example because the speed of its matrix
+            products is not known); or the card has no bf16 matmuls, and no precision without bf16 may be tried.
     """
     state = _Search(typed, target)
     for rank in sorted(state.by_rank):
@@ -163,8 +163,8 @@ class _Search:
         self.strategies = [name for name in names if len(names) == 1 or self._works(name)]
         self.tried: dict[tuple[str, ...], Recipe] = {}  # overrides -> recipe
         self.too_large: dict[tuple, Route] = {}  # (option, sums) -> route that was skipped, because it cannot fit
-        # Keys of routes that do not fit with any settings (`Route.on_card`, `Route.on_host`). Also, for recipes that do
-        # not fit on the card, the key of the route with the settings (`_climb`).
+        # Keys of routes that do not fit with any settings (`Route.on_card`, `Route.on_host`). For each recipe that does
+        # not fit on the card, there is also a key of its route that includes the settings (see `_climb`).
         self.hopeless: set[tuple] = set()
 
     def _works(self, strategy: str) -> bool:
@@ -182,7 +182,7 @@ class _Search:
         return strategy not in self.reasons
 
     def refused(self) -> Iterator[str]:
-        """Yields reasons why no recipe could be tried, at least one. The first reason becomes the error message."""
+        """Yields at least one reason why no recipe could be tried. The first reason becomes the error message."""
         yield from self.reasons.values()
         for training, strategy in product(self.trainings, self.strategies):
             run = self.typed.config({**training.chosen, SHARED: strategy})
@@ -244,11 +244,15 @@ class _Search:
         return [route for _, route in sorted(hopeful, key=itemgetter(0))]
 
     def _smallest_that_fits(self, route: Route) -> Recipe | None:
-        """Returns a route's recipe with the settings that need the least memory, if this recipe fits. First tries block
-        inputs in host memory, because these settings need the least device memory. If a tried recipe exceeds the card's
-        memory, or exceeds the host memory even without block inputs, stores `on_card` or `on_host` of the route in
-        `hopeless`, and tries no other recipe. In all other cases (the recipe is refused, or for example only its block
-        inputs exceed the host memory), also tries block inputs on the card. None: no tried recipe fits."""
+        """Returns a route's recipe with the settings that need the least memory, if this recipe fits. None: no tried
+        recipe fits.
+
+        First tries block inputs in host memory, because these settings need the least device memory. If this recipe is
+        refused, or if for example only its block inputs exceed the host memory, also tries block inputs on the card.
+        Tries no other recipe after one that exceeds the card's memory, or that exceeds the host memory even without
+        block inputs. In `hopeless`, stores the route's key `on_card` if the first tried recipe exceeds the card's
+        memory, and the route's key `on_host` if a recipe exceeds the host memory even without block inputs.
+        """
         fits_on_card = False  # with block inputs in host memory
         for way in (*_recomputing([route], on_host=True), *_recomputing([route], on_host=False)):
             recipe = self._climb(way).of_least_memory()
@@ -419,8 +423,8 @@ def _rank(training: PrecisionAndOptimizer, may_change: Collection[str] | None) -
 
 def _best_first(recipes: Iterable[Recipe]) -> list[Recipe]:
     """Returns the recipes, best first. The candidates for the best recipe are all recipes that are about as fast as the
-    fastest (SAME). The best candidate has the fewest changes to the training, then the fewest overrides, then the
-    shortest time. All other recipes are sorted by time."""
+    fastest (SAME). The best candidate has the fewest changes to the training; ties are decided by the number of
+    overrides, and then by the time. All other recipes are sorted by time."""
     by_seconds = sorted(recipes, key=lambda r: r.seconds)
     as_fast = [r for r in by_seconds if r.seconds <= SAME * by_seconds[0].seconds]
     as_fast.sort(key=lambda r: (len(r.changes), len(r.overrides)))  # a stable sort: ties stay sorted by time
@@ -434,12 +438,12 @@ def largest_model(plan: Plan) -> str | None:
     sizes = {}
     for yaml in (CONF / "model").glob("*.yaml"):
         run = None if yaml.stem == "hf" else compose({"model": yaml.stem})
-        with suppress(Refused):  # freeze= or adapter.target= may not match another model
+        with suppress(Refused):  # for example, freeze= or adapter.target= does not match this model
             if run is not None:
                 sizes[yaml.stem] = network(run).parameters
     smaller = [name for name in sizes if sizes[name] < plan.recipes[0].prediction.parameters]
     for name in sorted(smaller, key=sizes.get, reverse=True):
-        with suppress(Refused):  # widths may not be divisible by the number of devices
+        with suppress(Refused):  # for example, a width is not divisible by the number of devices
             if predict(compose({**recipe, "model": name}), plan.target).fits(plan.target):
                 return name
     return None

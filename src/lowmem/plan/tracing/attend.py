@@ -1,5 +1,5 @@
-"""Computes attention on fake tensors so that it needs the same memory as a kernel on a card: saved tensors, and
-temporary memory in backward. `as_card.py` replaces torch's attention by `Attend` to trace runs for a card.
+"""Computes attention on fake tensors so that it needs as much memory as a kernel on a card, both for saved tensors and
+for temporary tensors in backward. `as_card.py` replaces torch's attention by `Attend` to trace runs for a card.
 
 `Attend` calls torch's operator for the kernel that `attention.py` predicts. Shape inference and autograd of the
 operator work without a card, so the saved tensors are exact. The temporary memory inside a kernel's backward does not
@@ -10,9 +10,10 @@ The trace ignores some temporary memory:
 
 - Flash attention splits the keys of short rows in forward, with buffers of 2 x multiprocessors x 64 x head size x
   4 bytes (8 MiB on an H100 with a head size of 128).
-- The plans of cuDNN have a workspace, whose size is not documented.
-- The softmax of the math kernel creates a mask of masked rows, with a quarter of the bytes of the scores. The backward
-  of the math kernel needs more temporary memory than this mask, so the mask does not raise the peak.
+- The execution plans of cuDNN have a workspace, whose size is not documented.
+- The softmax of the math kernel creates a mask to find fully masked rows. The mask takes a quarter of the bytes of the
+  scores. The backward of the math kernel needs more temporary memory than this mask, so the mask does not raise the
+  peak.
 - The backward of memory-efficient attention allocates an fp32 product, see `efficient_scratch`.
 """
 
@@ -29,7 +30,7 @@ class Attend:
 
     def __init__(self, capability: float) -> None:
         self.capability = capability
-        self.advice: str | None = None  # `advice` for the first training call that uses the math kernel
+        self.advice: str | None = None  # the result of `advice` for the first training call that uses the math kernel
         self._by_kernel = {FLASH: _flash, EFFICIENT: _efficient, CUDNN: _cudnn}
 
     def __call__(  # noqa: PLR0913
@@ -43,7 +44,7 @@ class Attend:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Computes attention. Has the arguments of `F.scaled_dot_product_attention`. Args: query: (B, heads, T, D);
+        """Computes attention. Takes the arguments of `F.scaled_dot_product_attention`. Args: query: (B, heads, T, D);
         key, value: (B, heads of keys, T of keys, D), with fewer heads than `query` if heads are grouped."""
         query, key, value, mask = map(_by_autocast, (query, key, value, attn_mask))
         with torch.autocast("cpu", enabled=False):  # inputs are cast; operators run without autocast

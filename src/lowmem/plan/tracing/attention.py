@@ -86,7 +86,7 @@ def _efficient(call: AttentionCall, capability: float) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: float) -> int:
-    """Returns the number that must divide the head sizes, as minimum_gemm_alignment does."""
+    """Returns the number by which the head sizes must be divisible, as minimum_gemm_alignment does."""
     if dtype in SHORT and capability >= 7.0:
         return 8
     return 4 if capability >= 8.0 else 1
@@ -96,9 +96,9 @@ def _cudnn(call: AttentionCall, capability: float) -> bool:
     """Returns whether cuDNN attention supports the call, as can_use_cudnn_attention does.
 
     torch 2.11 accepts any dropout probability, and for compute capability 9.0 head sizes up to 256. Later versions
-    accept only a dropout probability that is a multiple of 1/16 (check_cudnn_dropout). With a newer cuDNN, later
-    versions also accept head sizes up to 256, but for head sizes above 128 this function still returns False: the flash
-    kernel, which is predicted instead, needs about the same memory.
+    accept only a dropout probability that is a multiple of 1/16 (check_cudnn_dropout). With some versions of cuDNN,
+    later versions of torch also accept head sizes up to 256, but for head sizes above 128 this function still returns
+    False: the flash kernel, which is predicted instead, needs about the same memory.
     """
     if call.dtype not in SHORT or not 8.0 <= capability <= SUPPORTED:
         return False

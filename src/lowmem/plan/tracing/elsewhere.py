@@ -18,7 +18,7 @@ from lowmem.system.without_gc import undisturbed
 
 
 class NotTraced(Exception):
-    """The separate process ended without a trace."""
+    """The separate process ended without returning a trace."""
 
 
 def trace_elsewhere(run: Run, on_card: bool, capability: float | None = None, rank: int = 0) -> Trace:

@@ -50,7 +50,7 @@ def as_rank(run: Run, rank: int = 0) -> Iterator[OneDevice]:
         with (
             patch.object(DistributedDataParallel, "__init__", _reduces_without_numbers),
             patch.object(load_in_parts, "shard_and_send", _laid_out),
-            patch.object(TensorParallel, "_compare", lambda *_: None),  # the original compares values of weights
+            patch.object(TensorParallel, "_compare", lambda *_: None),  # the original method compares values of weights
             patch.object(DeviceMesh, "__init__", _with_numbers),
         ):
             yield ranks

@@ -26,7 +26,7 @@ class Work(NamedTuple):
     dtype: torch.dtype  # dtype of the first tensor that the operator reads, or else of the first that it writes
     flops: int  # FLOPs of matrix products, convolutions and attention; 0 for all other operators
     # Bytes read plus bytes written. A tensor that is read and changed in place counts twice. Every tensor counts in
-    # full, also the table of a lookup.
+    # full, even the table of a lookup.
     moved: int
 
 

@@ -108,13 +108,12 @@ class Recorder(MemoryMeter):
 
 
 def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -> dict[str, Point]:
-    """Returns place -> the point of this place with the most device bytes. Its `host_bytes` are replaced:
+    """Returns, for each place, the point with the most device bytes. The `host_bytes` of this point are replaced:
 
     - On a card, by the `host_bytes` of the place's point with the most host bytes.
     - On a CPU, device and host share one memory, and the sum of device and host bytes may be highest at a different
-      point. So the replaced `host_bytes` are, in each category, the device and host bytes at the point with the highest
-      sum, minus the device bytes of the returned point. Then the device and host bytes of the returned point add up to
-      the highest sum.
+      point. In each category, the new `host_bytes` are the device and host bytes at that other point, minus the device
+      bytes of the returned point. So the device and host bytes of the returned point add up to the highest sum.
 
     Args:
         points: the points of a `Recording`.
@@ -133,8 +132,8 @@ def by_place(points: list[Point], marks: list[tuple[int, str]], on_card: bool) -
 
 
 def of_phases(places: Mapping[str, Point], on_card: bool) -> dict[str, Point]:
-    """Returns phase -> the point with the most device bytes among its places, with `host_bytes` as in `by_place`. Args:
-    places: the result of `by_place`."""
+    """Returns, for each phase, the point with the most device bytes in any of its places, with `host_bytes` as in
+    `by_place`. Args: places: the result of `by_place`."""
     phases: dict[str, list[Point]] = {}
     for place, point in places.items():
         phases.setdefault(place.split()[0], []).append(point)

@@ -87,7 +87,7 @@ class ShapeMode(LeanFakeTensorMode):
         self.over_gloo = over_gloo
         self.phase: str | None = None  # set by `Steady`; None: outside of the traced window, work is not counted
         self.work: Counter[tuple[str, Work]] = Counter()
-        self.sent: Counter[tuple[str, Collective]] = Counter()  # -> bytes of the full tensors
+        self.sent: Counter[tuple[str, Collective]] = Counter()  # by phase and collective: bytes of the full tensors
         self.operators = 0  # number of calls of operators, except in updates, which may call thousands per parameter
         self.micro_batches = 1  # number of micro-batches of a traced window
         self.spread = False  # whether tokens were assumed to be spread evenly over experts

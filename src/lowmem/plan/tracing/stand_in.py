@@ -176,7 +176,7 @@ def _stepped(make: MakeOptimizer, probe: Probe) -> tuple[list[int], int, int]:
 
 
 def state_bytes_per_parameter(make: MakeOptimizer) -> tuple[float, float]:
-    """Measures the optimizer state of a matrix in real steps. Returns: bytes of state per element; bytes of the part of
-    this state that CUDA can page, per element."""
+    """Measures the optimizer state of a matrix in real steps. Returns: Two numbers of bytes per element: of the state,
+    and of the part of the state that CUDA can page."""
     state, _, leaves = _stepped(make, Probe("matrix", small=False, count=1))
     return sum(state) / SIDE**2, leaves / SIDE**2

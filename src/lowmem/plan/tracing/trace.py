@@ -210,8 +210,8 @@ def trace(run: Run, on_card: bool, depth: int | None = None, capability: float |
 
 
 def _workspaces(run: Run, recorder: Recorder, attention: as_card.Attend) -> dict[int, int]:
-    """Returns the cuBLAS workspaces that the run's first window allocates: index of an event of the traced window ->
-    bytes of the workspace that is allocated just before this event."""
+    """Returns the sizes in bytes of the cuBLAS workspaces that the run's first window allocates. The key of each size
+    is the index of an event of the traced window; the workspace is allocated just before this event."""
     existing, begins = recorder.recordings[0].existing, recorder.begins
     forward = begins.get("forward first", begins.get("forward start", existing))
     places = forward - existing, begins.get("backward end", forward) - existing
@@ -276,8 +276,8 @@ def _trainer(plugins: list, callbacks: list[Callback], ranks: OneDevice, windows
 
 
 def _of_shard(module: CausalLM) -> dict:
-    """Returns fields of `ModelSizes` (name -> value) for this rank's shard of the model. In `trained_in_blocks`,
-    sharded parameters count in full."""
+    """Returns the values of some fields of `ModelSizes`, by name, for this rank's shard of the model. In
+    `trained_in_blocks`, sharded parameters count in full."""
     own = [module.ranks.local(p) for _, p in trainable(module.model) if not p.is_meta]
     return {
         "trained_parameters": sum(p.numel() for p in own),
@@ -297,8 +297,8 @@ def _blocks(model: nn.Module) -> tuple[int, int]:
 
 
 def of_depth(config: PretrainedConfig, depth: int | None) -> PretrainedConfig:
-    """Changes a config in place to a model of the first `depth` blocks, and returns the config. Lists with one value
-    per block are shortened, too. With None, the config does not change."""
+    """Changes a config in place so that its model has only the first `depth` blocks, and returns the config. Lists with
+    one value per block are shortened, too. With depth=None, the config does not change."""
     if depth is not None:
         for key, value in vars(config).items():
             if isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -347,8 +347,8 @@ class Steady(Callback):
     optimizer state, the gradients of an earlier micro-batch (with gradient accumulation), and the host's sums of
     gradients (with host masters).
 
-    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. The
-    trainer's list has only the callbacks of the loss after `Steady`, so the work of their hooks is counted, too.
+    During the traced window, this callback sets `mode.phase`, so that only the work of this window is counted. In the
+    trainer's list, only the callbacks of the loss come after `Steady`, so the work of their hooks is counted, too.
 
     Args:
         mode: the fake tensor mode, which counts work by phase.

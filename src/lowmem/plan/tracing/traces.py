@@ -72,6 +72,6 @@ class WorkTrace(ModelSizes):
 class Trace(MemoryTrace, WorkTrace):
     """Memory and work of a traced run."""
 
-    advice: str | None  # why training uses the math kernel of attention, and what to type; None: it does not
+    advice: str | None  # why training uses the math kernel of attention, and which override helps; None: it does not
     estimate: str | None  # why the trace is only an estimate; None: it is not an estimate
     neediest: tuple[int, ...]  # ranks that must be traced: one of them has the highest peak of all ranks

@@ -85,8 +85,8 @@ def sent(func: OpOverload, args: Sequence, out: object) -> tuple[Collective, int
 
 
 def traffic(call: Collective, full: float, node: int) -> Traffic:
-    """Returns the bytes that one device receives in a collective, a send or a receive; for a send, the bytes that it
-    sends. Args: full: bytes of the full tensor; node: devices per node (consecutive ranks share a node)."""
+    """Returns the bytes that one device receives in a collective or a receive, or the bytes that it sends in a send.
+    Args: full: bytes of the full tensor; node: devices per node (consecutive ranks share a node)."""
     size, nodes = len(call.ranks), Counter(rank // node for rank in call.ranks)
     if call.kind in ENDS:
         return Traffic(full, 0.0) if len(nodes) == 1 else Traffic(0.0, full)

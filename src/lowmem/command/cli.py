@@ -78,7 +78,7 @@ def _skip_last_collection() -> None:
 
 def start(main: Callable[[], None], config: str = "config") -> None:
     """Runs a main function of Hydra with the arguments of sys.argv. Exits after a failure, usually with a message;
-    exits with NOTHING_FITS if a plan has no fitting recipe. Args: config: the yaml of conf/ that `main` reads."""
+    exits with NOTHING_FITS if a plan has no fitting recipe. `config` names the yaml of conf/ that `main` reads."""
     atexit.register(_skip_last_collection)
     home.replace_if_read_only()
     sys.stdout.reconfigure(errors="backslashreplace")  # otherwise a character that stdout cannot encode would end a run
@@ -128,7 +128,7 @@ def _no_folder(error: OSError) -> str:
 
 
 class _Pipe(io.FileIO):
-    """A file descriptor for writing. If it is a pipe whose reader has exited, discards the data."""
+    """A file descriptor for writing, which discards the data if it is a pipe whose reader has exited."""
 
     def write(self, data: bytes) -> int:
         try:
@@ -140,10 +140,10 @@ class _Pipe(io.FileIO):
 
 def _outlive_readers() -> None:
     """Lets a run continue after a program that reads its output has exited, as in `python train.py | head -3`.
-    Otherwise the run would end without its model."""
+    Otherwise the run would end without writing its model."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # a notebook or a test has replaced it otherwise
+        if stream is getattr(sys, f"__{name}__"):  # otherwise a notebook or a test has replaced it
             pipe = _Pipe(stream.fileno(), "w", closefd=False)
             how = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
             buffer = pipe if stream.write_through else io.BufferedWriter(pipe)
@@ -161,10 +161,10 @@ def _exit(message: str) -> NoReturn:
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """Returns the arguments for Hydra: Hydra's flags, then those overrides of the earlier run named by resume=,
-    evaluate= or export= that no typed override replaces, then the typed overrides. All overrides are quoted for Hydra.
-    sweep.resume= is replaced by the flags and overrides of the earlier sweep. For work of one process (ALONE),
-    strategy= and devices= are left out.
+    """Returns the arguments for Hydra: Hydra's flags, the overrides of an earlier run, and the typed overrides, in this
+    order. The earlier run is the run that resume=, evaluate= or export= names; its overrides are left out if a typed
+    override replaces them. All overrides are quoted for Hydra. sweep.resume= is replaced by the flags and overrides of
+    the earlier sweep. For work of one process (ALONE), strategy= and devices= are left out.
 
     Raises:
         Refused: an argument is wrong, or an override of the earlier run cannot be used. (Hydra and `Settle` find errors
@@ -308,12 +308,12 @@ def run(cfg: DictConfig) -> float:
     In a sweep, this function runs the job in another process (`sweep.job`).
 
     Returns:
-        The validation loss, which a sweeper may minimize. nan after a failure, for work without a summary, and for a
-        job of a sweep without a validation loss. None for a run without a validation loss outside of a sweep.
+        The validation loss, which a sweeper may minimize. It is nan after a failure and for work without a summary.
+        Without a validation loss, it is nan in a sweep, and None outside of a sweep.
 
     Raises:
-        Ended: a signal has interrupted the run (or the current job of a sweep), which wrote a checkpoint; or has ended
-            the run immediately.
+        Ended: a signal has interrupted the run (or the current job of a sweep), which then wrote a checkpoint; or a
+            signal has ended the run immediately.
         KeyboardInterrupt: Ctrl-C has interrupted the current job of a sweep.
     """
     hydra = HydraConfig.get()

@@ -1,5 +1,6 @@
 """Locks the folder of a run, plan or sweep before anything is written to it. If the command ends before it has written
-any file besides Hydra's files and logs of ranks, the folder is restored (except for a job of a sweep).
+any file besides Hydra's files and logs of ranks, the folder is restored to its earlier state (except for a job of a
+sweep).
 
 Hydra writes `.hydra/` and a log before the job starts. So `Claim`, a callback that Hydra calls before it writes these
 files, locks the folder. Unless the command names a folder or exports a run, `Claim` creates a new folder. The folder
@@ -71,7 +72,7 @@ class Claimed:
         if self.untouched():
             _remove(self.folder)
             for file, content in self.overwritten.items():
-                with suppress(OSError):  # a file that cannot be written now was not overwritten by Hydra either
+                with suppress(OSError):  # if it cannot be written now, Hydra has not overwritten it either
                     file.parent.mkdir(exist_ok=True)
                     file.write_bytes(content)
             with suppress(OSError):  # the folder is not empty: another program has put a file there

@@ -57,8 +57,8 @@ def _continued(
 ) -> list[str]:
     """Returns the continuation of each prompt. Sampling starts from the same seed for every prompt, so a continuation
     does not depend on the other prompts. With streamed weights, each copy of a block to the device serves up to
-    `batch_size` prompts (1 with batch_size=auto), or a single prompt with weights.order=by_micro_batch. Args: each:
-    token ids of the prompts, (1, T) each."""
+    `batch_size` prompts (1 with batch_size=auto), or a single prompt with weights.order=by_micro_batch. `each` has the
+    token ids of each prompt, (1, T)."""
     device = torch.device(run.runs_on)
     # order=auto depends on gradient checkpointing, which does not matter without a backward pass
     chosen = run.order is not None and run.weights.arguments["order"] != "auto"

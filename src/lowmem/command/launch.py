@@ -42,7 +42,7 @@ GRACE = 5.0  # seconds from SIGTERM, or from the second signal, to SIGKILL
 LOOK = 0.05  # seconds between two checks whether ranks have ended
 LEAVES = 30.0  # seconds that a rank may take to exit after it has reported its failure
 LAST = 20  # lines of a rank's log in an error message
-WORDS = 1 << 16  # bytes of the end of rank 0's stderr that the launcher keeps
+WORDS = 1 << 16  # number of bytes that the launcher keeps of the end of rank 0's stderr
 HERE = "127.0.0.1"
 FINE = ("done", "interrupted")
 # If ranks ended for different causes, the cause that comes first in this tuple is reported. A later cause, such as
@@ -222,8 +222,7 @@ def _rank(number: int, command: Sequence[str], world: dict[str, object], folder:
 
 
 def _pass_on(stream: IO[bytes], tail: bytearray) -> None:
-    """Copies a stream to the launcher's stderr, in a thread. Args: tail: receives the last WORDS bytes of the
-    stream."""
+    """Copies a stream to the launcher's stderr, in a thread. `tail` receives the last WORDS bytes of the stream."""
     with stream:
         while block := os.read(stream.fileno(), WORDS):
             tail += block
@@ -272,8 +271,8 @@ def _watched(ranks: Sequence[Rank]) -> list[signal.Signals]:
 
 
 def _end(running: Sequence[Rank], sent: signal.Signals, at_once: bool) -> None:
-    """Sends a signal to running ranks, except to ranks that have failed less than LEAVES seconds ago, because these
-    ranks may still be exiting. Args: at_once: True: send the signal to these ranks, too."""
+    """Sends a signal to running ranks. Without `at_once`, leaves out ranks that have failed less than LEAVES seconds
+    ago, because they may still be exiting."""
     for rank in running:
         if rank.bad and not at_once and time.monotonic() < rank.at + LEAVES:
             continue

@@ -1,10 +1,10 @@
 """Runs the jobs of a sweep (-m), each as a command in its own process, and prints the table of results.
 
-Hydra's basic launcher runs all jobs in one process, so memory that one job leaks would be missing for the next job, and
-a crash would end the whole sweep. So `job`, which `cli.run` calls for each job that Hydra launches, starts `python
-train.py <overrides of the job>` and waits for this process. This works with any launcher and sweeper that calls
-`cli.run` once per job. Another launcher of Hydra does not make this unnecessary: joblib reuses its workers, and
-submitit starts all local jobs at once and hides the results of other jobs after the first failure.
+Hydra's basic launcher runs all jobs in one process, so memory that one job leaks would not be available to the next
+job, and a crash would end the whole sweep. So `job`, which `cli.run` calls for each job that Hydra launches, starts
+`python train.py <overrides of the job>` and waits for this process. This works with any launcher and sweeper that calls
+`cli.run` once per job. Hydra's other launchers would not suffice: joblib reuses its workers, and submitit starts all
+local jobs at once and hides the results of other jobs after the first failure.
 """
 
 import os
@@ -45,8 +45,8 @@ def running(main: Callable) -> Iterator[None]:
 
 
 def job(folder: Path, number: int, typed: Sequence[str]) -> folders.RunFolder:
-    """Runs a job in its own process, prints a line about its result, and returns its folder with the result. If the
-    folder already contains a complete job with the same overrides, the job is not run again.
+    """Runs a job in its own process, prints a line about its result, and returns the job's folder with the content of
+    its files. If the folder already contains a complete job with the same overrides, the job is not run again.
 
     Args:
         folder: the folder of the job.
@@ -119,7 +119,7 @@ def _write(file: Path, text: str, mode: str = "w") -> None:
 def reason(code: int, stderr: str) -> str:
     """Returns a message that says why a job or a rank failed. The message names the signal that ended the process.
     After exit code 0, it says that the summary is missing. For other exit codes, it is the last line of `stderr`, or
-    names the exit code if `stderr` is blank. Args: code: exit code; negative, or above 128, for a signal."""
+    names the exit code if `stderr` is blank. A `code` that is negative or above 128 stands for a signal."""
     if code > 128:
         return f"ended by {signal.Signals(code - 128).name}"
     if code == 0:
@@ -157,7 +157,7 @@ class Report(Callback):
         print(folded(f"\n{folders.table(every, [str(run.folder.relative_to(sweep)) for run in every])}\n"))
         print(f"To plot their curves: {shlex.join(['python', 'compare.py', config.hydra.sweep.dir])}")
         failed = [run.folder for run in every if run.status == "failed"]
-        if failed:  # the reason of each failure was printed when the job ended
+        if failed:  # the reason for each failure was printed when the job ended
             Report.failed = (
                 f"{len(failed)} of {len(every)} jobs failed: "
                 f"{', '.join(str(folder.relative_to(sweep)) for folder in failed)}. The full error of the first is in "

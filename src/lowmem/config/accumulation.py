@@ -23,7 +23,8 @@ class WindowSize:
     """The number of micro-batches in each window. The last window of an epoch may be shorter.
 
     Args:
-        sizes: index of an epoch or window, from 0 -> number of micro-batches per window from this epoch or window on.
+        sizes: index of an epoch or window, counted from 0 -> number of micro-batches in each window, starting with this
+            epoch or window.
         by: the unit of the keys of `sizes`. A window counts as one optimizer step, even if fp16 skips the step.
     """
 

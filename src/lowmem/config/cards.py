@@ -25,7 +25,8 @@ from lowmem.system.errors import Refused
 from lowmem.system.units import GIB, MIB
 
 SPARE = 0.02  # share of a bare size, such as 12GiB, that is kept free
-# Assumed bytes of the context and LATER together, for a bare size. Large cards need more: on an H200, 775 MiB in all.
+# For a bare size, the context and LATER together are assumed to take this many bytes. Large cards need more: on an
+# H200, 775 MiB in all.
 CONTEXT = GIB // 2
 COMMUNICATOR = 512 * MIB  # buffers of NCCL per process group: 0.5 to 1 GiB were reported (nccl#864, nccl#1685)
 # bytes for kernels that are loaded at their first call: 20 to 70 MiB were published; 158 MiB were measured on an H200
@@ -77,9 +78,9 @@ class Card:
     name: str | None = None
 
     def multiplies(self, dtype: str) -> bool:
-        """Returns whether the card computes matmuls in this dtype without emulation (see MULTIPLIES); True if its
-        compute capability is unknown. Emulated bf16 is slow: torch reports that the card supports bf16, but a bf16
-        matmul takes twice as long as an fp32 matmul.
+        """Returns whether the card computes matmuls in this dtype without emulation (see MULTIPLIES); True if the
+        card's compute capability is unknown. Emulated bf16 is slow: torch reports bf16 as supported, but a bf16 matmul
+        takes twice as long as an fp32 matmul.
 
         Raises:
             Refused: MULTIPLIES does not list the dtype.
@@ -94,7 +95,7 @@ class Card:
 
 def card(name_or_size: str | int | None, key: str = "gpu") -> Card | None:
     """Returns the card for a name such as 'rtx3060' or a size such as '12GiB'. If `name_or_size` is None, returns None,
-    which stands for the card in this machine. Args: key: the typed key, for the error message.
+    which stands for the card in this machine. Error messages name `key`, the typed key.
 
     Raises:
         Refused: the value is neither a size nor a name of conf/gpu.yaml.
@@ -142,8 +143,8 @@ def named(name: str) -> Card:
 
 
 def workspace(capability: float, deterministic: bool) -> int:
-    """Returns the bytes of one cuBLAS workspace. Args: capability: CUDA compute capability; deterministic: True: the
-    settings of `lowmem.system.deterministic` are in force, with which every card has the large workspace."""
+    """Returns the bytes of one cuBLAS workspace on a card of this CUDA compute capability. `deterministic` says whether
+    the settings of `lowmem.system.deterministic` are in force, with which every card has the large workspace."""
     return LARGE_WORKSPACE if deterministic or int(capability) in WITH_LARGE else WORKSPACE
 
 

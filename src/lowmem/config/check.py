@@ -61,7 +61,7 @@ def settled(cfg: Config) -> Run:
 
 def _errors(cfg: DictConfig) -> list[str]:
     missing = {key for key in cfg if OmegaConf.is_missing(cfg, key)}
-    for key in cfg:  # raises for an interpolation of a missing key; the error names the key with the interpolation
+    for key in cfg:  # raises if the key of an interpolation is missing; the error names the key that interpolates it
         key in missing or cfg[key]
     if missing := missing or OmegaConf.missing_keys(cfg):
         return [f"{key} has no value: type {key}=<value>." for key in sorted(missing)]
@@ -130,7 +130,7 @@ def check_values(run: Run) -> None:
 
 
 def _check_data(run: Run) -> None:
-    """Raises Refused for data settings that cannot work, as far as this is known before the source is opened."""
+    """Raises Refused for data settings that are known not to work before the source is opened."""
     data = run.data.arguments
     if (sources := data.get("parts")) is not None:
         values.checked_shares(sources, data.get("shares"))
@@ -267,7 +267,7 @@ def _is_count(value: object) -> bool:
 
 def _keys(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
     """Yields a message for each `_target_` that cannot be imported, for each key that the class or function of a
-    `_target_` does not accept, and for each value that is not true or false if the argument's default is a bool."""
+    `_target_` does not accept, and for each value other than true or false of an argument whose default is a bool."""
     for path, node in targets(run.as_dict()):
         group = next((key for key in reversed(path) if key in choices), path[0])
         yaml = f"conf/{group}/{choices[group]}.yaml" if group in choices else ".".join(path)
@@ -375,8 +375,7 @@ def _device(device: str, snapshot: bool) -> None:
 
 
 def check_positions(seq_len: int, positions: int | None) -> None:
-    """Raises Refused if `seq_len` exceeds the model's maximum sequence length. Args: positions: the maximum sequence
-    length; None: unknown."""
+    """Raises Refused if `seq_len` exceeds `positions`, the model's maximum sequence length (None if it is unknown)."""
     if positions is not None and seq_len > positions:
         raise Refused(
             f"seq_len={seq_len}: this model supports sequences of up to {positions} tokens. Type seq_len={positions} "

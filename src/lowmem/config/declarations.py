@@ -1,5 +1,5 @@
-"""Reads the properties that techniques declare. Checks, the planner and advice use these properties, so that no code
-depends on the name of a technique.
+"""Reads the properties that techniques declare. The checks, the planner and the advice to users rely on these
+properties, so that no code depends on the name of a technique.
 
 Each technique has a file conf/<group>/<name>.yaml, which may list properties under `declares`. Further properties of
 precisions, weights, losses, adapters and strategies follow from the code of their classes. These properties are class
@@ -49,7 +49,7 @@ class Technique:
     group.
 
     Any group:
-        saves: category of bytes on the device -> upper bound on the share that remains of the default run's bytes;
+        saves: category of bytes on the device -> upper bound on the share of the default run's bytes that remains;
             empty if the technique saves nothing.
         tried: the planner may choose the technique without being asked, because the technique works with the typed lr
             and keeps the quality of updates.
@@ -57,11 +57,11 @@ class Technique:
         generates_code: the technique generates code at run time, with a C++ compiler on a CPU and with Triton on a
             card. Allocations in generated code cannot be traced.
     optim:
-        update_of: name of the optimizer with the same update and a different format of its state; None: no other
-            optimizer.
+        update_of: name of the optimizer that computes the same update but stores its state in a different format; None:
+            there is no such optimizer.
         state_bits: bits per element of the optimizer state.
         on_host: name of the optimizer that the planner chooses in place of this one to update masters in host memory;
-            it has the same kind of state. None: this optimizer.
+            both have the same kind of state. None: the planner keeps this optimizer.
         pages: a paged optimizer, whose state moves to host memory automatically when the card is full.
         steps_by: "element": each element is updated independently of other elements. "matrix": the update of an
             element depends on its full matrix, so a shard of the matrix would get a different update. In both cases the

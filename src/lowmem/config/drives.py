@@ -22,8 +22,7 @@ READ, WRITTEN = 3.5e9, 1.5e9
 
 @dataclass(frozen=True)
 class DriveSpace:
-    """The space on a drive that a run may use. Args: folder: a folder on the drive; size: the free bytes of the
-    drive."""
+    """The space on a drive that a run may use: a folder on the drive, and the free bytes of the drive."""
 
     folder: str
     size: int

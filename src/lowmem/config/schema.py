@@ -278,7 +278,7 @@ class PlanKeys(Keys):
 # meaning.
 PACKAGES = ("lowmem", "torch", "torchao", "bitsandbytes", "lightning", "hydra_plugins")
 # Types of arguments by name. Any other argument has the type of its value in the yaml (`_kind`), where an integer
-# stands for any integer of at least 1.
+# allows any integer of at least 1.
 ARGUMENTS: dict[str, Any] = {
     "lr": Lr,
     "betas": _words(
@@ -351,8 +351,8 @@ OF_VALUES = {bool: Switch, int: Count, float: Number, str: Text, list: Places}
 
 
 def errors(values: Mapping[str, Any], is_taken_over: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Returns a message for every wrong or missing value and for every unknown key. The message about a value
-    that an interpolation copies is left out if there are messages about other keys.
+    """Returns a message for every wrong or missing value and for every unknown key. Messages about values that
+    interpolations copy are left out if any other value has a message.
 
     Args:
         values: the resolved config.
@@ -389,7 +389,7 @@ def _texts() -> tuple[str, ...]:
 
 
 def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[BaseModel]:
-    """Returns a schema for keys with these values. Args: needed: required keys."""
+    """Returns a schema for keys with these values, in which the keys `needed` are required."""
     fields = {  # pydantic forbids field names that begin with `_`
         f"argument_{number}": (_kind(key, value), Field(... if key in needed else None, alias=key))
         for number, (key, value) in enumerate(values.items())
@@ -399,8 +399,8 @@ def _schema(values: Mapping[str, object], needed: Collection[str] = ()) -> type[
 
 def _kind(key: str, default: object) -> Any:
     """Returns the type of an argument: from its name if ARGUMENTS lists the name, or else from its value in the yaml.
-    An unlisted argument whose value is ${<key>} has the type of this key; if its value is null or ???, it may have any
-    type. A boolean key of Hydra, such as `_partial_`, must keep its value."""
+    An unlisted argument whose value is ${<key>} has the type of this key; an unlisted argument whose value is null or
+    ??? may have any type. A boolean key of Hydra, such as `_partial_`, must keep its value."""
     if key in ARGUMENTS:
         return _or_null(ARGUMENTS[key]) if default is None else ARGUMENTS[key]
     if isinstance(default, bool) and key.startswith("_"):
@@ -432,8 +432,8 @@ def _identity(node: Mapping) -> object:
 
 
 def _sentences(schema: type[BaseModel], values: Mapping, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple, str]]:
-    """Yields (path, sentence) for each error of the `values`: a wrong or missing value, or an unknown key. Args: above:
-    the path of `values` in the config."""
+    """Yields (path, sentence) for each error of the `values`: a wrong or missing value, or an unknown key. The path
+    begins with `above`, the path of `values` in the config."""
     try:
         schema.model_validate(values)
     except ValidationError as refusal:

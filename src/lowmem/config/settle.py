@@ -2,8 +2,8 @@
 composed config once, and all other code reads the `Run`.
 
 A `Run` has the keys of conf/config.yaml as typed attributes, and properties for facts that follow from several keys.
-Some facts become known later: the device, the steps of epochs=, a batch size found by search. When such a fact is
-known, `Run.knowing` makes a new `Run` that contains it.
+Some facts become known later: the device, the number of steps in epochs=, and a batch size that a search finds. When
+such a fact is known, `Run.knowing` makes a new `Run` that contains it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,13 +49,13 @@ class Run(schema.Keys):
         return cls.from_draft(OmegaConf.create(values))
 
     def knowing(self, **facts: object) -> "Run":
-        """Returns a run in which the keys of `facts` have new values, and interpolations of these keys are computed
-        again. If a new value is a mapping, it changes only the keys that it contains."""
+        """Returns a run in which the keys of `facts` have the given values, and interpolations that refer to these keys
+        are resolved again. If a new value is a mapping, it changes only the keys that it contains."""
         return Run.from_draft(OmegaConf.merge(self._draft, facts))
 
     def replacing(self, key: str, value: object) -> "Run":
-        """Returns a run in which a key, such as adapter or model.architecture, has exactly this value: unlike in
-        `knowing`, a mapping replaces the old mapping."""
+        """Returns a run in which a key, such as adapter or model.architecture, has exactly this value. Unlike in
+        `knowing`, a mapping replaces the old mapping as a whole."""
         draft = self._draft.copy()
         OmegaConf.update(draft, key, value, merge=False)
         return Run.from_draft(draft)
@@ -154,8 +154,8 @@ class Run(schema.Keys):
 
     @property
     def several(self) -> bool:
-        """Returns whether there may be several processes, one per device. This property reads what the strategy
-        declares, because importing the class of the strategy imports torch."""
+        """Returns whether there may be several processes, one per device. This property reads the declared properties
+        of the strategy instead of its class, because importing the class would import torch."""
         return not self.technique("strategy").one_process
 
     @property
@@ -202,9 +202,9 @@ class Run(schema.Keys):
 
     @property
     def early(self) -> bool:
-        """Returns whether the host updates each weight, or its master, already during the backward pass: as soon as
-        host memory has the gradient of the window's last micro-batch. False if the optimizer runs on the device, and
-        with precision.early_step=false. Also False with norm clipping (clip=) or a loss scale, because these need all
+        """Returns whether the host updates each weight, or its master, already during the backward pass, as soon as its
+        gradient from the window's last micro-batch has arrived in host memory. False if the optimizer runs on the
+        device, with precision.early_step=false, and with norm clipping (clip=) or a loss scale, which need all
         gradients before the first update."""
         early = self.precision.arguments.get("early_step", True)  # the classes of precisions have the same default
         return self.masters and early and self.clip is None and not self.scales_loss
@@ -307,8 +307,8 @@ class Run(schema.Keys):
 
     @property
     def by_layer(self) -> bool:
-        """Returns whether all micro-batches of a window pass through a streamed block before they pass through the next
-        block."""
+        """Returns whether all micro-batches of a window pass through a streamed block before any of them passes through
+        the next block."""
         return self.streams and self.order == "by_layer"
 
     @property
@@ -326,8 +326,7 @@ Config = DictConfig | Run
 
 
 def run_of(lines: Iterable[str], name: str = "config") -> Run:
-    """Returns the run of typed overrides, without the checks of `check.py`. Args: lines: the overrides; name: the yaml
-    of conf/ that they override."""
+    """Returns the run of these typed overrides of conf/<name>.yaml, without the checks of `check.py`."""
     return Run.from_draft(composed(lines, name))
 
 

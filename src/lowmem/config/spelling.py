@@ -109,8 +109,8 @@ IN_HYDRA = {"hydra/launcher": ["basic"], "hydra/sweeper": ["basic"]}  # choices 
 
 
 def check_lines(lines: Sequence[str], sweep: bool = False) -> None:
-    """Checks the typed overrides as far as possible without composing a config. Args: sweep: True: the lines start
-    several jobs.
+    """Checks the typed overrides as far as possible without composing a config. `sweep` says whether they start several
+    jobs.
 
     Raises:
         Refused: a line removes a needed group, names a choice that does not exist or was removed, has an empty value
@@ -193,7 +193,7 @@ def explained(error: Exception, lines: Sequence[str], name: str = "config") -> s
 
 
 def no_such_key(line: str, known: Iterable[str]) -> str:
-    """Returns the message for an override whose key does not exist. Args: known: the keys that exist."""
+    """Returns the message for an override whose key is not among `known`, the keys that exist."""
     name, _, value = line.lstrip("+").partition("=")
     if name in LEFT_OUT:
         return f"{name} was removed: {LEFT_OUT[name]}. Leave it out."

@@ -98,8 +98,8 @@ def without(keys: Collection[str], lines: Iterable[str]) -> list[str]:
 
 
 def replaced(lines: Iterable[str], recipe: Mapping[str, str | None]) -> list[str]:
-    """Returns the overrides with the values of a recipe in place of earlier values. None as a value removes the
-    override of this key."""
+    """Returns the overrides with the values of a recipe in place of earlier values. A value of None removes the
+    override of its key."""
     return [*without(recipe, lines), *as_lines({name: value for name, value in recipe.items() if value is not None})]
 
 
@@ -145,7 +145,7 @@ def _group(line: str) -> str:
 def _enumerated(line: str) -> str:
     """Returns the value of a group's override with choice(), sort(), shuffle(), range() and glob() expanded to choices.
     (Hydra removes quotes inside a function, so a job would get the integer 16 instead of the choice 16.) The value may
-    contain several glob(), separated by commas."""
+    contain several calls of glob(), separated by commas."""
     value = line.partition("=")[2]
     if "(" not in value:
         return value
@@ -184,13 +184,13 @@ def _is_number(value: str) -> bool:
 
 def unquoted(line: str) -> str:
     """Returns an override without the quotes that `quoted` has added to a choice or to a single value. Quotes in a
-    mapping and around several values of a sweep stay. Expanded values, such as ~ and choice(), stay expanded. Args:
-    line: quoted for Hydra."""
+    mapping and around several values of a sweep stay. Values that `quoted` has expanded, such as ~ and choice(), stay
+    expanded."""
     name, equals, value = line.partition("=")
     if is_group(_group(line)):
         return name + equals + value.replace("'", "")
     if as_only_source(key(line)) in TEXTS and re.fullmatch(QUOTED, value):
-        # Hydra escapes a quotation mark and the backslashes right before it or before the end, and no other backslashes
+        # Hydra escapes quotation marks, and only those backslashes that directly precede a quotation mark or the end
         escaped = rf"(\\+)({value[0]}|\Z)"
         return name + equals + re.sub(escaped, lambda match: match[1][: len(match[1]) // 2] + match[2], value[1:-1])
     return line

@@ -126,8 +126,8 @@ def open_texts(run: Run) -> Texts:
     if added is None:
         check_vocabulary(size, rows_of(tokens.tokenizer))
     if not run.model.pretrained and run.model.architecture is not None:
-        # An export's config must agree with its tokenizer about the end token. `config` is its own text configuration,
-        # unless the model also has other parts, such as a vision tower.
+        # An export's config must agree with its tokenizer about the end token. The text configuration is `config`
+        # itself, unless the model also has other parts, such as a vision tower.
         for part in (
             config,
             config.get_text_config(decoder=True),
@@ -176,8 +176,8 @@ def _tell_cut(val: ValidationLoader) -> None:
 
 
 def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
-    """If a validation set is too small for meaningful results, logs how to make it larger. Logs nothing if the source
-    has no key `val_fraction`. Args: val: the set; data: the arguments of the source; train: the training rows."""
+    """If a validation set is too small for meaningful results, logs how to make it larger. Logs nothing if `data`, the
+    arguments of the source, have no key `val_fraction`."""
     units = val.sequences.counted
     count = val.sequences.report.get("documents", len(val.sequences))
     if count >= FEW or "val_fraction" not in data:
@@ -198,9 +198,9 @@ def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
 
 
 def _sources(data: Node) -> dict[str, Openable]:
-    """Returns name of a validation set -> source that reads the training text and this set. The training text of all
-    sources is equal, because each source excludes the files of all sets from it. If data.val_path is not a mapping of
-    names to paths, there is a single set with the name ""."""
+    """Returns a dict that maps the name of each validation set to the source that reads the training text and this set.
+    All sources read the same training text, because each leaves out the files of all validation sets. If data.val_path
+    is not a mapping of names to paths, there is a single set with the name ""."""
     sets = data.arguments.get("val_path")
     if sets is None or isinstance(sets, str):
         return {"": _source(data)}
@@ -274,8 +274,8 @@ def module(
 
 
 def _check(run: Run, network: PreTrainedModel) -> None:
-    """Checks the loaded model. Raises: Refused: the model is not causal, or a weight overflows fp16, in which the run
-    computes or exports."""
+    """Raises Refused if the loaded model is not causal, or if a weight overflows fp16 and the run computes or exports
+    in fp16."""
     if run.multiplies_in == "float16":
         check_holds(network, torch.float16, WIDER)
     elif run.export_dtype == "float16" and (run.merge or not run.adapter_class.freezes_base):
@@ -363,7 +363,7 @@ def callbacks(run: Run) -> list[Callback]:
 
 
 def _loss(run: Run) -> Loss:
-    """Creates the loss. Raises: Refused: the loss and the data do not match, such as loss=dpo for plain text."""
+    """Creates the loss. Raises Refused if the loss and the data do not match, such as loss=dpo for plain text."""
     loss, data = as_loss(instantiate(run.loss)), run.data
     makes = type(source_class(data.target).rows_class(data.arguments).example(1, 1))
     if not (issubclass(makes, loss.needs) and makes.UNIT == loss.needs.UNIT):
@@ -392,8 +392,8 @@ def choose_trained(run: Run, network: PreTrainedModel) -> None:
 
 
 def optimizer(run: Run) -> MakeOptimizer:
-    """Returns a factory of the optimizer. Keys in the yaml that lowmem defines are not passed to the optimizer's class;
-    all other keys are arguments of this class."""
+    """Returns a factory of the optimizer. The keys of its yaml that lowmem itself defines are not passed to the
+    optimizer's class; all other keys are arguments of this class."""
     node = run.optim.plain()
     ours = {key: node[key] for key in ("embedding_bits",) if key in node}
     return MakeOptimizer(instantiate({key: value for key, value in node.items() if key not in OPTIM_KEYS}), **ours)

@@ -1,9 +1,9 @@
 """Writes the folder model/ of a run: the trained model or its adapter, with a model card. Also converts the model to
 GGUF (export_format=gguf) and uploads the folder (push=). `fit.py` calls this module.
 
-After all other results are written, `leave` writes the folder, which is the largest result: if the disk becomes full,
-the other results are complete. If a checkpoint could not be written, `without_checkpoint` writes the folder before the
-other results, because the folder is then the only copy of the latest weights.
+`leave` writes the folder after all other results, because it is the largest: if it fills the disk, the other results
+are complete. If a checkpoint could not be written, `without_checkpoint` writes the folder before the other results,
+because the folder is then the only copy of the latest weights.
 """
 
 from collections.abc import Mapping
@@ -48,8 +48,7 @@ def leave(training: Training, command: Command, summary: Mapping[str, object]) -
 
 
 def convert(command: Command) -> None:
-    """Converts model/ to a GGUF file. Raises: NotPublished: the conversion failed, but the rest of the run is
-    complete."""
+    """Converts model/ to a GGUF file. Raises NotPublished if the conversion fails; the rest of the run is complete."""
     try:
         gguf.write(command.folder / "model")
     except (Refused, OSError) as error:
@@ -62,7 +61,7 @@ def convert(command: Command) -> None:
 
 
 def upload(command: Command) -> None:
-    """Uploads model/ to the Hugging Face hub. Raises: NotPublished: the upload failed, but the rest of the run is
+    """Uploads model/ to the Hugging Face hub. Raises NotPublished if the upload fails; the rest of the run is
     complete."""
     push(command.folder / "model", command.run.push, _export_again(command))
 

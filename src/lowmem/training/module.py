@@ -49,8 +49,8 @@ class Update(NamedTuple):
     scheduler: Callable[[Optimizer], LRScheduler]
     clip: float | None = None  # maximum global gradient norm; None: no clipping
     clip_value: float | None = None  # maximum absolute gradient element; applied before `clip`
-    # early updates: inside backward, the host updates each weight, or its master, as soon as host memory has the
-    # gradient of the window's last micro-batch (`Run.early`)
+    # early updates: inside backward, the host updates each weight, or its master, as soon as its gradient from the
+    # window's last micro-batch has arrived in host memory (`Run.early`)
     early: bool = False
     # skip a step whose loss or gradient is not finite; if False, such a step ends the run (except an overflow that only
     # lowers the loss scale)
@@ -159,9 +159,9 @@ class CausalLM(LightningModule):
             return self._report(window, torch.zeros((), device=self.device), None, stepped=False)
         optimizer, precision, ranks = self.optimizer, self.trainer.precision_plugin, self.ranks
 
-        # Computes forward and backward of the micro-batches: one after the other, block by block for all micro-batches
-        # (weights.order=by_layer), or in pipeline stages. With early updates or optim.in_backward=true each weight is
-        # updated here, as soon as its gradient is complete.
+        # Runs the forward and backward passes of the micro-batches: one micro-batch after the other, all micro-batches
+        # block by block (weights.order=by_layer), or in pipeline stages. With early updates or optim.in_backward=true,
+        # each weight is updated here, as soon as its gradient is complete.
         loss_sum, auxiliary_sum = (ranks.run_window or self.run_window)(window)
         ranks.gather_gradients()
 
@@ -180,7 +180,7 @@ class CausalLM(LightningModule):
         return self._report(window, loss, auxiliary_sum, stepped)
 
     def run_window(self, window: Window) -> tuple[Tensor, Tensor | None]:
-        """Computes forward and backward of all micro-batches. All ranks must call this method.
+        """Runs the forward and backward passes of all micro-batches. All ranks must call this method.
 
         Returns:
             The sum of the losses over micro-batches and ranks, and the sum of the auxiliary losses, in which each
@@ -344,9 +344,9 @@ class CausalLM(LightningModule):
         """Computes the log-probabilities of each micro-batch's answers.
 
         Returns:
-            One tensor in host memory per micro-batch. For pairs (pairs, 2): columns for the chosen and the rejected
-            answer. For rated answers (answers, 2): columns for the answer after its own prompt and after a mismatched
-            prompt.
+            One tensor in host memory per micro-batch. For pairs, its shape is (pairs, 2), with columns for the chosen
+            and the rejected answer. For rated answers, its shape is (answers, 2), with columns for the answer after its
+            own prompt and after a mismatched prompt.
         """
         found: list[list[Tensor]] = [[] for _ in micro_batches]
 
@@ -356,8 +356,8 @@ class CausalLM(LightningModule):
             answers, real = self.own_loss.take()
             columns.append(answers.logp[real].cpu())
 
-        # `compared` of pairs is the micro-batch itself, whose logp has both columns. `compared` of rated answers has
-        # two entries of one column each: the micro-batch, and its answers after mismatched prompts.
+        # For pairs, `compared` has one entry, the micro-batch itself, whose logp has both columns. For rated answers,
+        # it has two entries with one column each: the micro-batch, and its answers after mismatched prompts.
         for batches in zip(*(micro_batch.compared for micro_batch in micro_batches), strict=True):
             self.run_at_once([partial(read, *pair) for pair in zip(batches, found, strict=True)])
         return [torch.cat(columns, dim=1) for columns in found]

@@ -21,15 +21,15 @@ IN_A_ROW = 20  # maximum number of consecutive skipped steps; another such step 
 
 
 class NonFiniteSteps:
-    """Counts consecutive steps whose loss or gradients are not finite. Args: skips: skip such a step and continue. If
-    False, the first such step ends the run."""
+    """Counts consecutive steps whose loss or gradients are not finite. With `skips`, such a step is skipped and the run
+    continues; otherwise, the first such step ends the run."""
 
     def __init__(self, skips: bool = False) -> None:
         self.skips, self.in_a_row = skips, 0
 
     def meet(self, module: LightningModule, loss: Tensor, window: Window) -> None:
-        """Counts and logs a step whose loss or gradients are not finite. All ranks must call this method. Raises:
-        NotFinite: such steps are not skipped, or too many were skipped in a row."""
+        """Counts and logs a step whose loss or gradients are not finite. All ranks must call this method. Raises
+        NotFinite if such steps are not skipped, or if too many were skipped in a row."""
         self.in_a_row += 1
         message = describe(module, loss, window)
         if not self.skips:

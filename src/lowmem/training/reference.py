@@ -99,8 +99,8 @@ class ReferenceLogProbs:
 
 
 def _loaded(file: Path) -> np.ndarray:
-    """Returns the array of a cache file. Files of earlier versions have no checksum. Raises: ValueError: the checksum
-    does not match."""
+    """Returns the array of a cache file. Raises ValueError if the checksum does not match. Files of earlier versions
+    have no checksum."""
     with file.open("rb") as stream:
         array, checksum = np.load(stream), stream.read()
     if checksum not in (b"", _checksum(array)):
@@ -150,8 +150,8 @@ def module(run: Run, data: build.Data, saved: Saved | None, again: Callable[[Sav
             )
     for split, rows in unknown:
         if not ranks.divides:
-            # A pass over an earlier split may have moved the module to the card, but masters are created in host
-            # memory.
+            # Move the module back to host memory, where masters are created: a pass over an earlier split may have
+            # moved it to the card.
             built.cpu()
         _compute(run, built, split, rows)
     del built
@@ -194,8 +194,8 @@ def _read_in_training(run: Run, train: WindowLoader) -> np.ndarray:
 
 def _compute(run: Run, built: CausalLM, split: ReferenceLogProbs, missing: np.ndarray) -> None:
     """Computes the log-probabilities of the rows `missing`, and stores them in `split.rows` and in the cache file. All
-    ranks must call this function; each computes a share of the rows, and rank 0 writes the file. Raises: Refused: a
-    log-probability is not finite, or the cache file cannot be written."""
+    ranks must call this function; each computes a share of the rows, and rank 0 writes the file. Raises Refused if a
+    log-probability is not finite, or if the cache file cannot be written."""
     ranks, rows = built.ranks, split.rows
     computed, known = rows.units_of(missing), rows.reference
     if ranks.rank == 0:

@@ -21,7 +21,7 @@ from lowmem.training.training import Training
 
 def summary(training: Training, command: Command, predicted: dict | None = None) -> dict:
     """Returns the contents of summary.json. All ranks must call this function, because it gathers measurements of all
-    ranks. Args: predicted: the planner's prediction; None: no prediction."""
+    ranks. `predicted` is the planner's prediction, or None if there is none."""
     typed = {"overrides": list(command.typed), "predicted": predicted}
     return _numbers(training, command.run) | _recipe(training, command) | typed
 

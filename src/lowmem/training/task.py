@@ -86,9 +86,9 @@ def find_task(run: Run, saved: Saved | None) -> Task:
 
 
 def lines_of_older(run: Run, saved: Saved | None) -> dict[str, str]:
-    """Returns overrides (key -> value) that tokenize the data without a beginning-of-text token, as earlier versions of
-    lowmem did. Returns an empty dict if there is no checkpoint, if the checkpoint stores its run's beginning tokens, or
-    if no data.bos= is auto."""
+    """Returns overrides (key -> value) with which the data are tokenized without a beginning-of-text token, as in
+    earlier versions of lowmem. Returns an empty dict if there is no checkpoint, if the checkpoint stores its run's
+    beginning tokens, or if no data.bos= is auto."""
     if saved is None or saved.begin is not None:
         return {}
     return {key: OLDER for key, bos in run.begins.items() if bos == "auto"}

@@ -52,8 +52,9 @@ class DidNotFit(Exception):
 
     Args:
         side: "device" or "host".
-        held: category -> bytes on this side. For a device: at the sampled point with the most device bytes, or now if
-            no point was sampled. For the host: now. Empty if memory ran out before the callbacks existed.
+        held: category -> bytes on this side. On a device, these are the bytes at the sampled point with the most device
+            bytes or, if no point was sampled, at the time of the error; on the host, the bytes at the time of the
+            error. Empty if memory ran out before the callbacks existed.
     """
 
     def __init__(self, side: Side, held: dict[str, int]) -> None:
@@ -203,9 +204,9 @@ def _module(run: Run, data: build.Data, task: Task, ranks: OneDevice) -> CausalL
 
 
 def _compare(data: build.Data, ranks: OneDevice) -> None:
-    """Compares the data of all ranks by digests of the tokenizer, of the order of the training rows, and of the first
-    and last row of each split (except a stream). Each rank reads the files on its own machine, where a copy may be out
-    of date. All ranks must call this function. Raises: Refused: a digest differs."""
+    """Compares the data of all ranks by digests of the tokenizer, of the order of the training rows and, except for
+    streams, of the first and last row of each split. Each rank reads the files on its own machine, where a copy may be
+    out of date. All ranks must call this function. Raises Refused if a digest differs."""
 
     def rows(sequences: Rows) -> str | None:
         if not sequences.numbered:  # the `order` of a stream already contains digests of its files
@@ -308,7 +309,7 @@ def _assembled(run: Run, output_dir: Path, data: build.Data, module: CausalLM, t
 
 def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
     """Checks that the first validation set has tokens that count in the loss. Otherwise its loss is NaN, and early
-    stopping would end training at the first evaluation. All ranks must call this function. Raises: Refused: no token
+    stopping would end training at the first evaluation. All ranks must call this function. Raises Refused if no token
     counts in the loss."""
     if not ranks.any(any(micro_batch.weight for micro_batch in val)):
         raise Refused(
@@ -319,7 +320,7 @@ def _require_labels(run: Run, val: ValidationLoader, ranks: OneDevice) -> None:
 
 
 def _callbacks(run: Run, loss: Loss, watchers: Watchers, saves: checkpoint.Checkpoints | None) -> list[Callback]:
-    """Returns the callbacks in the order in which Lightning calls them. Raises: Refused: the loss does not report the
+    """Returns the callbacks in the order in which Lightning calls them. Raises Refused if the loss does not report the
     metric early_stop.watch."""
     callbacks = [watchers.stop, watchers.meter, watchers.metrics, *build.callbacks(run)]
     callbacks += loss.callbacks()  # must come after the callbacks that start the measurements of a window

@@ -88,8 +88,8 @@ def fit(
 
 
 def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
-    """Returns the command with additional overrides, which replace overrides of the same keys. Args: lines: key ->
-    value."""
+    """Returns the command with additional overrides, `lines` (key -> value), which replace overrides of the same
+    keys."""
     run = command.run
     for key, value in lines.items():
         run = run.replacing(key, value)

@@ -108,11 +108,8 @@ def _declares(file: Path) -> bool:
 
 
 def technique_of(node: BaseModel | None, group: str) -> Technique:
-    """Returns the declared properties of the technique that a run has chosen in a group. Args: node: the group's node;
-    None: the run has no node for this group, and all properties have their defaults.
-
-    Raises:
-        Refused: a declared key that does not exist.
+    """Returns the declared properties of the technique that a run has chosen in a group. If `node` is None, the run has
+    no node for this group, and all properties have their defaults. Raises Refused if a declared key does not exist.
     """
     return _technique(getattr(node, "declares", None) or {}, group)  # theirs: the node is any model of the schema
 
@@ -129,11 +126,8 @@ def class_of(group: str, name: str) -> type:
 
 @cache
 def techniques(group: str) -> dict[str, Technique]:
-    """Returns name -> declared properties, for every yaml of a group.
-
-    Raises:
-        Refused: a declared key that does not exist.
-    """
+    """Returns a dict that maps the name of each yaml of a group to its declared properties. Raises Refused if a
+    declared key does not exist."""
     properties = {}
     for file in sorted((CONF / group).glob("*.yaml")):
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}

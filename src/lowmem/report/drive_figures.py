@@ -54,7 +54,7 @@ def figures(drive: Drive | None, rows: Iterable[Mapping], seconds: float | None)
 
 
 def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
-    """Yields rows (name, value) for the table of results. Args: numbers: the result of `figures`."""
+    """Yields rows (name, value) for the table of results. `numbers` is the result of `figures`."""
     if numbers is None:
         return
     yield "on the drive", f"{byte_size(numbers['bytes'])}{'' if numbers['direct'] else ' (buffered)'}"
@@ -65,6 +65,6 @@ def lines(numbers: Mapping | None) -> Iterator[tuple[str, str]]:
 
 def rate(numbers: Mapping, way: str) -> str:
     """Returns the bytes per step divided by the seconds per step, as a text in GB/s; "- GB/s" if the time is not known.
-    Args: numbers: the result of `figures`; way: "read" or "written"."""
+    `numbers` is the result of `figures`, and `way` is "read" or "written"."""
     per_second = numbers[f"{way}_gb_per_second"]
     return "- GB/s" if per_second is None else f"{per_second:.2f} GB/s"

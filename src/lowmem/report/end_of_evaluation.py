@@ -32,7 +32,8 @@ class EndOfEvaluation:
     @contextmanager
     def computing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
         """Context manager for computations with the model: measures their memory (except in Lightning's sanity check),
-        applies the precision's context for forward passes, and restores the random states at the end of the `with`."""
+        applies the precision's context for forward passes, and restores the random states at the end of the `with`
+        block."""
         cards = [module.device] if module.device.type == "cuda" else []
         metered = nullcontext() if trainer.sanity_checking else self.meter.evaluating()
         with metered, torch.random.fork_rng(cards), trainer.precision_plugin.forward_context():

@@ -27,7 +27,8 @@ class ExpertBalance:
                 module.register_forward_pre_hook(partial(self._count, name))
 
     def read(self) -> dict[str, float]:
-        """Returns the balance since the last call of `read`, and resets the counts. Empty if no tokens were counted.
+        """Returns the balance since the last call of `read`, and resets the counts. The dict is empty if no tokens were
+        counted.
 
         Returns:
             expert_entropy: entropy of the experts' shares of a block's tokens, divided by the entropy of equal shares;

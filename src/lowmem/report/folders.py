@@ -29,7 +29,7 @@ QUIET = 600  # seconds without a changed file after which a run's status is unkn
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, and the content of its files. Args: summary: the content of summary.json; None if the file
+    """The folder of a run, and the content of its files. `summary` is the content of summary.json, or None if the file
     is missing or cannot be read, or if the run has failed."""
 
     folder: Path
@@ -39,8 +39,8 @@ class RunFolder:
     reason: str = ""  # why the run has this status; empty if it is done
 
     def rows(self, file: str) -> list[dict[str, str]]:
-        """Returns the rows of a csv file, such as metrics.csv, without incomplete rows. Empty if the file cannot be
-        read."""
+        """Returns the rows of a csv file, such as metrics.csv, without incomplete rows. The list is empty if the file
+        cannot be read."""
         try:
             with (self.folder / file).open(newline="", encoding="utf-8", errors="replace") as lines:
                 return [row for row in csv.DictReader(lines) if None not in row and None not in row.values()]
@@ -70,7 +70,7 @@ def load(folder: Path) -> RunFolder:
 
 def _without_summary(folder: Path, locked: bool | None) -> tuple[str, str]:
     """Returns the status of a run without a summary, and the reason. A running process locks its folder, but the lock
-    may not be visible on other machines. Args: locked: the result of `folder_locks.is_locked`."""
+    may not be visible on other machines. `locked` is the result of `folder_locks.is_locked`."""
     if locked:
         return "running", "no summary.json yet"
     if locked is False and f"host: {platform.node()}" in _hydras_config(folder):
@@ -144,7 +144,7 @@ FIGURES = {
 def columns(runs: Sequence[RunFolder]) -> list[str]:
     """Returns the columns of the table. Columns about a drive, and the accuracy of preference losses, are included if
     at least one run has values for them. The rate of learned tokens is included if, in at least one run, it differs
-    from the rate of tokens."""
+    from the rate of all tokens."""
     rare = [name for name in FIGURES if "drive" in name or name == "accuracy"]
     found = [name for name in FIGURES if name not in rare or any(figure(run, name) is not None for run in runs)]
     return found if any(map(_has_unlearned, runs)) else [name for name in found if name != "learned tokens/s"]
@@ -156,7 +156,7 @@ def _has_unlearned(run: RunFolder) -> bool:
 
 def figure(run: RunFolder, column: str) -> float | None:
     """Returns the value of a column from a run's summary; None if the run has no summary, or did not measure the value.
-    Args: column: a key of FIGURES."""
+    `column` is a key of FIGURES."""
     try:
         return number(FIGURES[column][0](run.summary))
     except (ArithmeticError, LookupError, TypeError):
@@ -174,7 +174,7 @@ def number(value: object) -> float | None:
 
 def table(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
     """Returns a table with a row per run: the overrides in which runs differ, the run's figures and its status. If a
-    row is wider than WIDTH characters, each run gets a second line for these overrides. Args: names: names of the
+    row is wider than WIDTH characters, each run gets a second line for these overrides. `names` are the names of the
     runs."""
     keys, typed = differing(runs), [as_mapping(run.overrides) for run in runs]
     written_columns = dict(written(runs, column) for column in columns(runs))
@@ -229,7 +229,7 @@ def written(runs: Sequence[RunFolder], column: str) -> tuple[str, list[str]]:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns lines with aligned columns. Most titles are wider than the figures below them, so a title is split into
-    two lines before its last word. Args: rows: cells; the first row has the titles."""
+    two lines before its last word. The first row has the titles."""
     heads = [cell.rpartition(" ") for cell in rows[0]]
     rows = [[above for above, _, _ in heads], [word for _, _, word in heads], *rows[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -254,7 +254,7 @@ def _hydras_config(folder: Path) -> set[str]:
 
 def typed_in(folder: Path) -> list[str]:
     """Returns the overrides that Hydra wrote into this folder last: by the command that created the folder, or by a
-    command that resumed the run in the same folder. Empty if they cannot be read."""
+    command that resumed the run in the same folder. The list is empty if they cannot be read."""
     try:
         return list(map(unquoted, lines_of(folder / ".hydra" / "overrides.yaml")))
     except (OSError, Refused):

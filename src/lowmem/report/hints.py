@@ -79,10 +79,10 @@ def tell_lr(run: Run) -> None:
 
 
 def tell_schedule(run: Run, resumed: tuple[str, int, float] | None = None) -> None:
-    """Logs advice if the run ends during its warmup or with the warmup's last step, or if the run resumes another run
-    and its next learning rate is not the one that the other run would have had. Gives no advice about a resumed run
-    whose next learning rate is already that of its last step, as with a constant schedule. A no-op if the scheduler
-    cannot be previewed (`preview`).
+    """Logs advice in two cases: the run ends during its warmup or with the warmup's last step; or the run resumes
+    another run, and its next learning rate differs from the one that the other run would have had. Gives no advice
+    about a resumed run whose next learning rate is already that of its last step, as with a constant schedule. A no-op
+    if the scheduler cannot be previewed (`preview`).
 
     Args:
         resumed: the override that names the run to resume, the number of steps of that run, and the learning rate that

@@ -38,7 +38,7 @@ COLUMNS = (
 # The speed is measured without these first steps: they allocate the optimizer state and warm up caches, and the memory
 # meter tracks each of them.
 WARM_UP_STEPS = 3
-LONG = 60  # seconds: without a progress bar, a longer remaining training time is logged after the warm-up steps
+LONG = 60  # seconds: without a progress bar, the remaining time is logged after the warm-up if it is longer
 # Format of the progress bars. It is shorter than tqdm's default format: with 80 columns, all figures of a run of 10,000
 # steps and ten hours fit.
 BAR = "|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
@@ -185,7 +185,7 @@ class Metrics(Callback):
             {"name": name, "loss": loss} | (figures or of_tokens(loss, bits(loss)))
             for (name, bits), loss, figures in losses
         ]
-        # If all answers of the first set have the same rating, one of its metrics is None. Then its accuracy is
+        # If all answers of the first set have the same rating, one of its metrics is None. The accuracy is then
         # meaningless, and early stopping must read neither this accuracy nor that of the previous evaluation.
         trainer.callback_metrics.pop("accuracy", None)
         if "accuracy" in self.evaluated[0] and None not in self.evaluated[0].values():
@@ -201,7 +201,7 @@ class Metrics(Callback):
     def _write(self, trainer: Trainer, module: LightningModule, split: str, metrics: dict[str, float | None]) -> None:
         """Writes metrics to the file and to the loggers. The loggers get `train_loss` under the name "train/loss". A
         metric that is None is an empty cell in the file, and is not sent to the loggers. Perplexity is sent only to the
-        loggers. Args: split: "train" or "val"."""
+        loggers. `split` is "train" or "val"."""
         step = trainer.global_step
         seconds = time.perf_counter() - self._start
         row = {column: value for column, value in metrics.items() if not column.startswith("perplexity")}
@@ -232,7 +232,8 @@ class Metrics(Callback):
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def learned_tokens_per_second(self) -> float:
-        """Returns the learned tokens (tokens with a label) per second, like `tokens_per_second`."""
+        """Returns the learned tokens (tokens with a label) per second, in the windows that `tokens_per_second`
+        counts."""
         return self._learned_tokens / self._seconds if self._seconds else 0.0
 
     def _speed(self) -> str:
@@ -249,14 +250,14 @@ class Metrics(Callback):
 
 
 def of_tokens(loss: float, bits_per_byte: float) -> dict[str, float]:
-    """Returns perplexity and bits per byte as metrics. Args: loss: nats per learned token; bits_per_byte: the loss
-    in bits per byte."""
+    """Returns perplexity and bits per byte as metrics, for a loss in nats per learned token and the same loss in bits
+    per byte."""
     return {"perplexity": math.inf if loss >= 700 else math.exp(loss), "bits_per_byte": bits_per_byte}
 
 
 def _columns(results: dict[str, object], other: bool) -> Iterator[tuple[str, object]]:
-    """Yields the metrics of a validation set as pairs of column and value. Args: results: the metrics; other: False for
-    the first validation set. The columns of any other set end with its name."""
+    """Yields the metrics of a validation set as pairs of column and value. If `other`, the set is not the first
+    validation set, and the columns end with its name."""
     end = f"_{results['name']}" if other else ""
     return ((f"{'val_loss' if key == 'loss' else key}{end}", value) for key, value in results.items() if key != "name")
 

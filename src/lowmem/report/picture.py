@@ -50,7 +50,7 @@ COLUMNS = (
 
 
 def memory_picture(file: Path, *arguments, **options) -> None:
-    """Writes the picture to a file. Args: file: path of the picture; others: see `drawn`."""
+    """Writes the picture to a file. `drawn` describes the other arguments."""
     figure = drawn(*arguments, **options)
     figure.savefig(file, dpi=110)
     plt.close(figure)
@@ -121,7 +121,7 @@ def _highest(column: str, rows: list[dict]) -> int:
 
 
 def send(file: Path, loggers: Sequence[Logger], step: int, rows: Sequence[dict]) -> None:
-    """Sends the picture to the loggers that can show pictures. W&B also gets a chart of memory by category. Args: rows:
+    """Sends the picture to the loggers that can show pictures. W&B also gets a chart of memory by category. `rows` are
     rows of memory.csv, after `thinned`."""
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
@@ -254,8 +254,8 @@ def _line(axes: plt.Axes, rows: list[dict], column: str, size: tuple[int, str, i
 
 
 def _mark_limit(axes: plt.Axes, limit: int, highest: int, size: tuple[int, str, int]) -> None:
-    """Marks the device's limit: with a line and a text if the limit is near the data, otherwise only with a text. Args:
-    limit: bytes; highest: the peak in percent of the limit."""
+    """Marks the device's limit: with a line and a text if the limit is near the data, otherwise only with a text.
+    `limit` is in bytes, and `highest` is the peak in percent of the limit."""
     at, name = limit / size[0], unit(limit)
     low, high = axes.get_ylim()
     near = at < 2 * high

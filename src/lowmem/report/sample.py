@@ -30,7 +30,7 @@ TEMPERATURE = 0.8
 # show where a prompt ends.
 BEGINNING = 8
 EXAMPLE = 40  # maximum number of characters of a prompt in a printed command
-DOCUMENTS, LONGEST = 8, 2048  # documents of each split, and tokens of each document, to search for a prompt
+DOCUMENTS, LONGEST = 8, 2048  # numbers of documents per split and of tokens per document to search for a prompt
 COLUMNS = ("step", "prompt", "greedy", "sampled")
 
 
@@ -96,8 +96,8 @@ def send(rows: Sequence[dict[str, object]], loggers: Sequence[Logger], step: int
 
 
 def prompts(setting: list | str) -> list[Prompt]:
-    """Returns the prompts of `sample_prompts`. Args: setting: a list of prompts, or the path of a file with one prompt
-    per line. Each line of a .jsonl or .ndjson file is a JSON string, or an object with the field `prompt` or
+    """Returns the prompts of `sample_prompts`. The `setting` is a list of prompts, or the path of a file with one
+    prompt per line. Each line of a .jsonl or .ndjson file is a JSON string, or an object with the field `prompt` or
     `messages`.
 
     Raises:

@@ -39,8 +39,8 @@ class Row(NamedTuple):
 
 
 def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, colour: bool = False) -> str:
-    """Returns the first `count` sequences of training as text, followed by counts of the full training split. Args:
-    colour: mark learned text by color and not by brackets."""
+    """Returns the first `count` sequences of training as text, followed by counts of the full training split. With
+    `colour`, learned text is marked by color instead of brackets."""
     rows = train.sequences
     marks = LEARNED_IN_COLOUR if colour else LEARNED
     blocks = []
@@ -53,8 +53,8 @@ def page(train: WindowLoader, tokenizer: PreTrainedTokenizerBase, count: int, co
 
 
 def rows_of(rows: Rows, index: int) -> dict[str, Row]:
-    """Returns the rows of a sequence: suffix of the row's title -> row. A padded sequence of preference data has a row
-    for each answer. Any other sequence, such as packed pairs, has a single row."""
+    """Returns the rows of a sequence as a dict that maps the suffix of each row's title to the row. A padded sequence
+    of preference data has a row for each answer. Any other sequence, such as packed pairs, has a single row."""
     batch = rows.micro_batch(np.array([index]))
     if not batch.titles:
         return {"": row_of(rows, index)}
@@ -85,8 +85,8 @@ def row_of(rows: Rows, index: int) -> Row:
 
 
 def counts(rows: Rows, name: str = "Training") -> Iterator[str]:
-    """Yields lines with counts of documents, tokens and sequences. For a mixture, also yields a line for each source.
-    Args: name: beginning of the line."""
+    """Yields a line with counts of documents, tokens and sequences, which begins with `name`. For a mixture, first
+    yields such a line for each source."""
     if isinstance(rows, Mixed):
         for source_name, source in zip(rows.names, rows.parts, strict=True):
             yield from counts(source, source_name)
@@ -115,7 +115,7 @@ def _phrases(rows: Rows, split: Split) -> list[str]:
 
 
 def written(row: Row, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str] = LEARNED) -> str:
-    """Returns a row as text. Args: marks: strings before and after learned text."""
+    """Returns a row as text. `marks` are the strings before and after learned text."""
     text, marked = "", False
     changes = {i for i in range(1, len(row.ids)) if row.learned[i] != row.learned[i - 1]}
     for first, _, piece in pieces(row.ids, tokenizer, changes.union(row.starts)):
@@ -136,7 +136,7 @@ def pieces(
 ) -> Iterator[tuple[int, int, str]]:
     """Splits tokens into the shortest pieces that decode to complete characters. A piece also ends before a cut, after
     LONGEST_CHARACTER tokens and after the last token, even if its last character is incomplete. Yields (start, stop,
-    text) for each piece. Args: cuts: indices of `ids` at which a new piece must begin.
+    text) for each piece. `cuts` are indices of `ids` at which a new piece must begin.
 
     Each piece is decoded together with the piece before it, because many tokenizers drop the space before the first
     word.

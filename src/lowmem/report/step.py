@@ -10,7 +10,7 @@ from lowmem.system.units import CATEGORIES
 
 
 def write(file: Path, timeline: Iterable[Point]) -> None:
-    """Writes the file. Args: timeline: the points of an optimizer step, in order."""
+    """Writes the file. `timeline` has the points of an optimizer step, in order."""
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out)
         writer.writerow(["phase", *(f"{category}_bytes" for category in CATEGORIES)])

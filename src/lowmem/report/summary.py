@@ -18,7 +18,7 @@ PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "bitsandbytes", 
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages in PACKAGES that are installed: name -> version."""
+    """Returns a dict with the versions of Python and of the installed packages of PACKAGES, by name."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -98,8 +98,8 @@ def _lr_rows(summary: Mapping) -> Iterator[tuple[str, str]]:
 
 
 def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the predicted and measured peaks of each phase: phase -> "device" or "host" -> (predicted, measured)
-    bytes. Peaks that were not measured are left out."""
+    """Returns a dict that maps each phase to a dict with (predicted, measured) peaks in bytes, under the keys "device"
+    and "host". Peaks that were not measured are left out."""
     if not summary.get("predicted"):
         return {}
     pairs: dict[str, dict[str, tuple[int, int]]] = {}
@@ -112,7 +112,7 @@ def predicted_and_measured(summary: Mapping) -> dict[str, dict[str, tuple[int, i
 
 
 def plan_ratios(summary: Mapping) -> dict[str, float]:
-    """Returns predicted divided by measured bytes as metrics for the loggers: name -> ratio."""
+    """Returns metrics for the loggers, by name: predicted bytes divided by measured bytes."""
     return {
         f"plan/{phase}_{side}_predicted_over_measured": predicted / measured
         for phase, sides in predicted_and_measured(summary).items()
@@ -137,8 +137,8 @@ def _pair(side: str, predicted: int, measured: int) -> str:
 
 
 def highest(summary: Mapping, side: str) -> int:
-    """Returns the highest peak of all ranks in bytes. Args: side: "device" or "host_rss". Raises: TypeError: a peak
-    was not measured (None)."""
+    """Returns the highest peak of all ranks in bytes. `side` is "device" or "host_rss". Raises TypeError if a peak was
+    not measured (None)."""
     return max(peak[side] for peak in [summary["peak_bytes"], *summary.get("ranks", ())])
 
 

@@ -79,8 +79,9 @@ def logger(  # noqa: PLR0913
 
 def of_sweep(folder: Path) -> tuple[str | None, str | None]:
     """Returns the default group and name of the W&B run of a sweep's job. The group is the last two components of the
-    sweep's path. The name has the overrides that the sweep varies, paths at the end, without FOLDERS, and at most
-    MOST_OF_A_NAME characters. Returns (None, None) if the folder does not belong to a sweep."""
+    sweep's path. The name lists the overrides that the sweep varies, except for the keys in FOLDERS, with paths at the
+    end; it is shortened to at most MOST_OF_A_NAME characters. Returns (None, None) if the folder does not belong to a
+    sweep."""
     if (sweep := folders.sweep_of(folder)) is None:
         return None, None
     content = yaml.safe_load((sweep / "multirun.yaml").read_text(encoding="utf-8"))

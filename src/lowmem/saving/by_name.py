@@ -12,8 +12,8 @@ load them. Who calls this module:
     loading optimizer state     `CausalLM`: optimizer_state, with every strategy
 
 The shards of a process are plain tensors (`OneDevice.local` in `techniques/strategy/contract.py`); in a pipeline they
-are the full parameters of its stage. When saving, each shard becomes a piece of the full tensor. When loading, each
-process reads its shards from the file or the folder.
+are the full parameters of the process's stage. When saving, each shard becomes a piece of the full tensor. When
+loading, each process reads its shards from the file or the folder.
 
 If tensor parallelism shards a fused layer (such as query, key and value in one matrix), a shard is not a contiguous
 part of the full tensor, so `as_dtensor` gathers the full tensor on every process. When a folder is loaded, one such
@@ -109,8 +109,8 @@ def load(folder: Path) -> dict:
     """Returns the checkpoint in a folder, with the keys that `tensors_and_rest` received and the key `tied`.
 
     The values of weights and optimizer state stay in the folder. Each process reads its shards from two
-    `CheckpointTensors`: `state_dict` has the weights and buffers, and the key `stored` of the only dict in
-    `optimizer_states` has the tensors of the optimizer state.
+    `CheckpointTensors`: `state_dict`, with the weights and buffers, and the value of the key `stored` in the only dict
+    of `optimizer_states`, with the tensors of the optimizer state.
     """
     content, stored = checkpoint_folder.load(folder)
     for name, first_name in content["tied"].items():
@@ -180,7 +180,7 @@ def _fill(
 class LazyState(Mapping[str, object]):
     """The optimizer state of one parameter. Each access reads the value from the checkpoint again. With tensor
     parallelism and a folder, reading the state of a fused layer is a collective, so all processes must read the same
-    values in the same order. Args: readers: key -> function that returns the value."""
+    values in the same order. `readers` maps each key to a function that returns the value."""
 
     def __init__(self, readers: dict[str, Callable[[], object]]) -> None:
         self.readers = readers

@@ -58,8 +58,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.module = module
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
-        """Writes a checkpoint. All processes must call this method. Raises: OSError: a process cannot write; raised in
-        all processes."""
+        """Writes a checkpoint. All processes must call this method. If one of them cannot write, all raise OSError."""
         ranks = self.module.ranks if self.module else OneDevice()
         if ranks.divides:
             checkpoint_folder.save(Path(path), *by_name.tensors_and_rest(checkpoint, self.module), ranks)
@@ -94,7 +93,7 @@ class Checkpoints(Callback):
             lowers this loss. A number N: the newest N checkpoints. If the run was resumed from a checkpoint that was
             not the newest, checkpoints of steps that the run has not reached again are kept, too.
         metered: returns a context in which the memory meter attributes memory to saving.
-        paused: returns a context whose time does not count as part of a step.
+        paused: returns a context in which time does not count as part of a step.
     """
 
     def __init__(
@@ -203,8 +202,8 @@ def _all_finite(trainer: Trainer) -> bool:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, sorted by step. Does not verify their checksums. Raises:
-    PermissionError: a checkpoint may not be read."""
+    """Returns the complete checkpoints in a folder, sorted by step. Does not verify their checksums. Raises
+    PermissionError if a checkpoint may not be read."""
     return [path for path in _named(folder) if _has_its_end(path)]
 
 
@@ -254,7 +253,7 @@ def intact(path: Path) -> bool:
 
 def newest(folder: Path) -> Path | None:
     """Returns the newest intact checkpoint of a run for `resume=auto`, or None if the run has no intact checkpoint.
-    Args: folder: the run folder. Raises: PermissionError: a checkpoint may not be read."""
+    `folder` is the run folder. Raises PermissionError if a checkpoint may not be read."""
     for path in reversed(_named(folder / "checkpoints")):
         if intact(path):
             return path
@@ -343,7 +342,7 @@ class Saved:
     def check(self, module: LightningModule, tokenizer: PreTrainedTokenizerBase) -> None:
         """Checks that the weights fit this model, and that the saved run and this run have equal frozen weights,
         tokenizers, chat templates and beginning tokens. Does not compare a tokenizer, a chat template or beginning
-        tokens that one of the two runs lacks. Raises: Refused."""
+        tokens that one of the two runs lacks. Raises Refused if a check fails."""
         shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_state(module).items()}
         for name in [*shapes, *self.shapes]:
             if self.shapes.get(name) != shapes.get(name):
@@ -383,7 +382,7 @@ class Saved:
 
     def check_training(self, module: LightningModule, train: WindowLoader) -> None:
         """Checks that the optimizer and the order of the data are unchanged, so that training can continue where it
-        stopped. Raises: Refused."""
+        stopped. Raises Refused if they have changed."""
         if self.order != (order := _comparable(self.order, train.order)):
             differ, keys = _differences(self.order, order)
             is_of_earlier_chat = self.template is not None and self.begin is None and keys == "data="
@@ -425,7 +424,7 @@ def _comparable(saved: object, own: object) -> object:
 
 
 def _differences(saved: dict, own: dict) -> tuple[str, str]:
-    """Returns (description of the differences between two orders of the data, keys to type), for an error message."""
+    """Returns two texts for an error message: the differences between two orders of the data, and the keys to type."""
     saved, own = ({"packing": "joined"} | order for order in (saved, own))
     shared = [key for key in _TYPED if key in saved and key in own and saved[key] != own[key]]
     differ = [f"{_TYPED[key]} was {saved[key]} in that run and is {own[key]} now" for key in shared]

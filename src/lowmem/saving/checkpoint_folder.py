@@ -95,8 +95,8 @@ def _one_error() -> Iterator[None]:
 
 
 class _Writer(dcp.StorageWriter):
-    """Writes the file of one process, and on rank 0 the index. Args: folder: an existing folder; rank: rank of this
-    process; content: values for the index, in addition to the locations of the pieces."""
+    """Writes the file of one process, with this rank, into an existing folder. Rank 0 also writes the index, which has
+    the values of `content` in addition to the locations of the pieces."""
 
     def __init__(self, folder: Path, rank: int, content: dict) -> None:
         self.folder, self.rank, self.content = folder, rank, content
@@ -214,8 +214,8 @@ class CheckpointTensors(Mapping[str, Tensor]):
         return TensorStorageMetadata(TensorProperties(entry["dtype"]), torch.Size(entry["shape"]), chunks)
 
     def _piece(self, name: str, offsets: torch.Size) -> tuple[Tensor, Tensor]:
-        """Returns (piece of a tensor that begins at `offsets`, all bytes of the file with this piece), both in mapped
-        memory."""
+        """Returns the piece of a tensor that begins at `offsets`, and all bytes of the file that contains this piece.
+        Both are in mapped memory."""
         entry = self.tensors[self.prefix + name]
         sizes, piece = next((sizes, Piece(*piece)) for at, sizes, piece in entry["pieces"] if at == tuple(offsets))
         if piece.file not in self._mapped:
@@ -234,7 +234,7 @@ def load(folder: Path) -> tuple[dict, CheckpointTensors]:
 
 def has_its_end(folder: Path) -> bool:
     """Returns True if the index can be read, and no file is shorter than the index says. Reads only the index, and the
-    sizes of the other files. Raises: PermissionError: a file may not be read."""
+    sizes of the other files. Raises PermissionError if a file may not be read."""
     try:
         with (folder / INDEX).open("rb") as file:  # `is_zipfile` returns False for an unreadable path
             if not zipfile.is_zipfile(file):
@@ -259,8 +259,8 @@ def _pieces(stored: CheckpointTensors) -> Iterator[Piece]:
 
 
 def intact(folder: Path) -> bool:
-    """Returns True if the CRC-32 checksums of all pieces and of the index match their content. Raises:
-    PermissionError: a file may not be read."""
+    """Returns True if the CRC-32 checksums of all pieces and of the index match their content. Raises PermissionError
+    if a file may not be read."""
     try:
         with zipfile.ZipFile(folder / INDEX) as archive:
             if archive.testzip() is not None:

@@ -74,7 +74,7 @@ class Weights:
         network.state_dict()  # calls a hook of FSDP, which frees the full weights that a forward pass has gathered
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
-        # For parameters that are not in the trained model: parameter -> function that computes its value. Filled by
+        # Maps each parameter that is not in the trained model to the function that computes its value. Filled by
         # `export_adapter`, which replaces adapted and 4-bit layers of a sharded model by layers with such parameters.
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
 
@@ -108,7 +108,7 @@ class Weights:
     def _send_name(self, name: str | None) -> str | None:
         """Sends the name of the next parameter from the first process to all processes, and returns the name; None: the
         first process has finished. The other processes wait without a time limit, since the first process may be
-        writing a file. Args: name: ignored in the other processes."""
+        writing a file. These processes ignore the argument `name`."""
         with self.ranks.leave_after_rank_0("write the model"):
             pass
         return self.ranks.broadcast(name)
@@ -184,8 +184,8 @@ def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> 
 
 def _once(network: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors without the additional names of tied weights. transformers restores these names when it loads
-    the folder. If the names were kept, transformers would compare the tied tensors, and would compute their values
-    for this."""
+    the folder. If the names were kept, transformers would compare the tied tensors, and would therefore compute their
+    values."""
     named = dict(network.named_parameters(remove_duplicate=False))
     tied = network.all_tied_weights_keys.items()
     ties = {name for name, target in tied if name in named and named[name] is named.get(target)}

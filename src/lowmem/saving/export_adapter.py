@@ -82,7 +82,7 @@ def export(
             return
         for _, p in parameters_of(network):
             # With fp32 masters, matrices of the adapter that `freeze=` has frozen are in 16 bits, and trained matrices
-            # are in fp32. PEFT multiplies them by each other, so all need the same dtype.
+            # are in fp32. PEFT multiplies the one by the other, so all need the same dtype.
             p.data = (full := weights.full(p)).to(torch.promote_types(full.dtype, torch.float32))
         network.cpu()  # because the merged model, by default in fp32, may not fit on the card
         merge(network, getattr(torch, folder.dtype or "float32"))
@@ -125,8 +125,8 @@ def merge(network: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _refuse_shared(network: PreTrainedModel) -> None:
-    """Refuses to merge if an adapted layer shares its weight with another layer. In Zamba, such layers have separate
-    adapters, and one weight cannot include the updates of several adapters. Raises: Refused."""
+    """Raises Refused if an adapted layer shares its weight with another layer. In Zamba, such layers have separate
+    adapters, and one weight cannot include the updates of several adapters."""
     from peft.tuners.lora import LoraLayer
 
     tied = getattr(network, "all_tied_weights_keys", None) or {}

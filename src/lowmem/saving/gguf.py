@@ -42,8 +42,9 @@ class Family(NamedTuple):
     """How llama.cpp stores an architecture.
 
     Args:
-        name: llama.cpp's name of the architecture.
-        of_config: converts the model's configuration to a mapping: name of a method of GGUFWriter -> its argument.
+        name: llama.cpp's name for the architecture.
+        of_config: converts the model's configuration to a mapping from names of GGUFWriter's methods to their
+            arguments.
         fixed: key of the configuration that a GGUF file does not store -> the values that llama.cpp supports.
         transposed: suffixes of the names of weights that transformers stores as (inputs, outputs), and llama.cpp as
             (outputs, inputs).
@@ -103,8 +104,8 @@ FAMILIES = {  # transformers' model_type -> how llama.cpp stores the model
 
 
 def check(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks, before training, that this module can convert a model. Raises: Refused: the model or its tokenizer is not
-    supported."""
+    """Checks, before training, that this module can convert a model. Raises Refused if the model or its tokenizer is
+    not supported."""
     why, family = None, FAMILIES.get(config.model_type)
     if family is None:
         why = f"of {config.model_type} models; {', '.join(FAMILIES)} are supported"
@@ -249,7 +250,7 @@ def _rope(config: PreTrainedConfig) -> str:
 
 
 def _pre(tokenizer: Mapping[str, Any]) -> str | None:
-    """Returns llama.cpp's name of a tokenizer's pre-tokenization, which splits a text into words. Returns None if this
+    """Returns llama.cpp's name for a tokenizer's pre-tokenization, which splits a text into words. Returns None if this
     module does not support the tokenizer.
 
     Args:

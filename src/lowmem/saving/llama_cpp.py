@@ -95,8 +95,8 @@ def _apart(one: dict, other: dict) -> float:
 
 @torch.no_grad()
 def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns the log-probabilities of the next token, computed in fp32 and in 16 bits, (T, vocabulary) float64
-    each."""
+    """Returns two (T, vocabulary) tensors in float64: the log-probabilities of the next token, computed in fp32 and in
+    16 bits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     exact = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
     stored_in_bf16 = AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
@@ -104,7 +104,7 @@ def _log_probabilities(folder: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor
         rounded = model.to(dtype)(torch.tensor([ids])).logits[0].double().log_softmax(-1)
         if rounded.isfinite().all():
             break
-        # fp16 overflows in some models, and their weights may have overflowed, too
+        # Some models overflow in fp16. Their weights may have overflowed, too, so load them again.
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return exact, rounded
 

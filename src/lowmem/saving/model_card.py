@@ -21,7 +21,7 @@ PLACE = re.compile(r"""(?<![\w.-])(?:~|\.{1,2})?/[^\s,:'"\]}]+""")
 
 
 def card(summary: Mapping) -> str:
-    """Returns the model card: front matter in YAML for the hub, then Markdown. Args: summary: contents of
+    """Returns the model card: front matter in YAML for the hub, then Markdown. `summary` has the contents of
     summary.json."""
     head = {"base_model": summary["base_model"], "library_name": "peft" if summary["adapter_alone"] else "transformers"}
     head |= {"pipeline_tag": "text-generation", "tags": ["lowmem", *_tags(summary)]}
@@ -98,8 +98,8 @@ def command(overrides: list[str]) -> str:
 
 def without_place(line: str, data_of_hub: bool) -> str:
     """Returns an override in which local paths are shortened to <name of the file or folder>: the values of keys named
-    path or val_path, existing relative paths, and paths that begin with /, ~/, ./ or ../. Args: line: the override;
-    data_of_hub: True if data=hub was typed; then values of data.path and data.val_path are hub ids, which are kept."""
+    path or val_path, existing relative paths, and paths that begin with /, ~/, ./ or ../. `data_of_hub` is True if
+    data=hub was typed; then values of data.path and data.val_path are hub ids, which are kept."""
     name, equals, value = line.partition("=")
     is_path = key(line).rpartition(".")[2] in ("path", "val_path") and not value.startswith("{")
     is_hub_id = data_of_hub and key(line) in ("data.path", "data.val_path")

@@ -41,8 +41,9 @@ _ON_TOKENIZERS = ("is_local", "local_files_only")  # keys that describe how this
 
 
 def rewrite_config(folder: Path, tied: bool | None) -> None:
-    """Rewrites config.json as `old_config` does, and sets `tie_word_embeddings`. Args: tied: True if embedding and
-    output layer share their weight; None if the model has no output layer, to leave `tie_word_embeddings` unchanged."""
+    """Rewrites config.json as `old_config` does, and sets `tie_word_embeddings` to `tied`, which says whether embedding
+    and output layer share their weight. If `tied` is None, because the model has no output layer, `tie_word_embeddings`
+    stays unchanged."""
 
     def rewritten(config: dict) -> dict:
         return old_config(config if tied is None else _with_tie(config, tied))
@@ -115,8 +116,8 @@ def _class_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def old_tokenizer(config: dict, tokenizer: PreTrainedTokenizerBase, name: str) -> dict:
-    """Returns the content of tokenizer_config.json with old keys. Args: config: the content with new keys; name: the
-    tokenizer's class."""
+    """Returns the content of tokenizer_config.json with old keys. `config` is the content with new keys, and `name` is
+    the tokenizer's class."""
     config = {key: value for key, value in config.items() if key not in _ON_TOKENIZERS} | {"tokenizer_class": name}
     if isinstance(config.get("extra_special_tokens"), list):  # transformers 4 expects a dict of names
         config["additional_special_tokens"] = config.pop("extra_special_tokens")

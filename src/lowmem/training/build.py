@@ -177,7 +177,7 @@ def _tell_cut(val: ValidationLoader) -> None:
 
 def _tell_few(val: ValidationLoader, data: Mapping, train: Rows) -> None:
     """If a validation set is too small for meaningful results, logs how to make it larger. Logs nothing if `data`, the
-    arguments of the source, have no key `val_fraction`."""
+    arguments of the source, lacks the key `val_fraction`."""
     units = val.sequences.counted
     count = val.sequences.report.get("documents", len(val.sequences))
     if count >= FEW or "val_fraction" not in data:

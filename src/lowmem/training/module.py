@@ -209,9 +209,9 @@ class CausalLM(LightningModule):
 
     def _usable(self, gradients: Gradients, loss: Tensor, window: Window) -> bool:
         """Returns True if loss and gradients are finite, so that the optimizer can step. All ranks must call this
-        method. Raises: NotFinite: a value is not finite, and the step must not be skipped (on_nonfinite), or too many
-        steps in a row were skipped. An overflow of scaled gradients after which the loss scale was lowered does not
-        count: the step is skipped, and nothing is raised."""
+        method. Raises NotFinite if a value is not finite and either the step must not be skipped (on_nonfinite), or too
+        many steps in a row were skipped. An overflow of scaled gradients after which the loss scale was lowered does
+        not count: the step is skipped, and nothing is raised."""
         loss_is_finite = gradients.loss_is_finite
         if self.ranks.data_size < self.ranks.size:  # several ranks compute the loss of the same micro-batch
             loss_is_finite = not self.ranks.any(not loss_is_finite)

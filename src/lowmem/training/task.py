@@ -74,8 +74,8 @@ def find_checkpoint(run: Run, output_dir: Path, ranks: OneDevice = ONE_DEVICE) -
 
 
 def find_task(run: Run, saved: Saved | None) -> Task:
-    """Returns the work to do. Args: saved: the checkpoint of `find_checkpoint`. Raises: Refused: the run to resume has
-    done more than max_steps steps; or no work remains, and resume= is not auto."""
+    """Returns the work to do, given the checkpoint of `find_checkpoint`. Raises Refused if the run to resume has done
+    more than max_steps steps, or if no work remains and resume= is not auto."""
     if run.show is not None:
         return Task("show")
     if run.export is not None:

@@ -131,8 +131,8 @@ def inside(unit: Unit) -> go.Figure:
 
 
 def _figure(traces: Sequence[go.Scatter], above: str, **layout) -> go.Figure:
-    """Returns a figure. Args: traces: if empty, the figure says "no measurements"; above: the title of the y-axis,
-    which is above the chart because phone screens are narrow."""
+    """Returns a figure, which says "no measurements" if `traces` is empty. `above` is the title of the y-axis, which is
+    above the chart because phone screens are narrow."""
     at = {"xref": "paper", "yref": "paper", "showarrow": False}
     notes = [at | {"text": above, "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "yshift": 6}]
     if not traces:
@@ -188,8 +188,8 @@ def _curve(i: int, run: Figures, x: Sequence[float], y: Sequence[float], label: 
 
 
 def _with_choice(figure: go.Figure, choices: dict[str, list]) -> go.Figure:
-    """Adds buttons at the top right of the chart. Args: choices: text of a button -> arguments of plotly's method
-    "update"."""
+    """Adds buttons at the top right of the chart. `choices` maps the text of each button to the arguments of plotly's
+    method "update"."""
     buttons = [{"label": label, "method": "update", "args": change} for label, change in choices.items()]
     place = {"x": 1, "y": 1, "xanchor": "right", "yanchor": "bottom", "pad": {"b": 4, "r": 0}}
     look = {"bgcolor": "rgba(128,138,150,0.12)", "bordercolor": "rgba(128,138,150,0.3)", "font": {"size": 11}}

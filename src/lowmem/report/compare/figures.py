@@ -77,7 +77,7 @@ def read(run: RunFolder, name: str, label: str) -> Figures:
 def front(every: Sequence[Figures]) -> list[Figures]:
     """Returns the runs on the Pareto front of speed and device memory, sorted by device memory. Runs for which one of
     the two was not measured are left out. A run is on the front unless another run is at least as fast, needs at most
-    as much memory, and is faster or needs less."""
+    as much memory, and is strictly better in one of the two."""
     measured = [run for run in every if run.device is not None and run.tokens_per_second is not None]
 
     def beaten(run: Figures) -> bool:
@@ -112,8 +112,8 @@ def _curve(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
 
 
 def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
-    """Returns a curve of two columns, steps and the highest bytes of each step. Args: columns: columns of bytes, of
-    which the first with measurements is used."""
+    """Returns a curve of two columns, steps and the highest bytes of each step. Of the `columns`, which contain bytes,
+    the first with measurements is used."""
     for column in columns:
         by_step: dict[float, float] = {}
         for row in rows:
@@ -127,7 +127,7 @@ def _highest(rows: Sequence[dict[str, str]], columns: Sequence[str]) -> Curve:
 
 def _stacked(rows: Sequence[dict[str, str]], by: str) -> dict[str, list[float]]:
     """Returns bytes by category for each phase or each step. A phase has the bytes of its last row; a step has the
-    bytes of its phase with the highest sum. Args: by: "phase" or "step"."""
+    bytes of its phase with the highest sum. `by` is "phase" or "step"."""
     largest: dict[str, list[float]] = {}
     for row in rows:
         sizes = [number(row.get(f"{category}_bytes")) for category in CATEGORIES]

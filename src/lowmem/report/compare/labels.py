@@ -57,7 +57,7 @@ def _shared(values: Sequence[str], separators: str) -> int:
 def _column(key: str, keys: Sequence[str], values: Sequence[str | None]) -> list[str | None]:
     """Returns the part of each run's label that is about one key: the value alone if it can be understood without the
     key, otherwise the key and the value. The key is shortened to its last component if no other key in `keys` ends with
-    the same component. None for runs without the key."""
+    the same component. The part is None for a run without the key."""
     last = key.rpartition(".")[2]
     name = last if [other.rpartition(".")[2] for other in keys].count(last) == 1 else key
     typed = list(dict.fromkeys(value for value in values if value is not None))

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
-    """Returns the comparison page as HTML. Args: names: unique names of the runs."""
+    """Returns the comparison page as HTML. `names` are unique names of the runs."""
     every = [*map(read, runs, names, labels(runs, names))]
     every.sort(key=lambda figures: figures.device or float("inf"))  # smallest first, unmeasured runs last
     best = front(every)
@@ -50,7 +50,8 @@ def page(runs: Sequence[RunFolder], names: Sequence[str]) -> str:
 
 
 def _written(name: str, figure: go.Figure) -> str:
-    """Returns a chart as HTML that adapts to the size of its box on the page. Args: name: id of the chart's element."""
+    """Returns a chart as HTML that adapts to the size of its box on the page. `name` is the id of the chart's
+    element."""
     look = {"displayModeBar": False, "responsive": True}
     return figure.to_html(config=look, include_plotlyjs=False, full_html=False, div_id=name)
 
@@ -72,7 +73,7 @@ def _lead(every: Sequence[Figures]) -> str:
 
 
 def _line_of_front(figures: Figures, size: Unit) -> str:
-    """Returns an item of the list below the Pareto chart, which has one item for each run of the Pareto front."""
+    """Returns the item of a run of the Pareto front, for the list below the Pareto chart."""
     at = f"{_size(figures.device, size)} {size[1]}, {figures.tokens_per_second:,.0f} tokens/s"
     return f"<li>{_swatch(figures.colour if figures.stands_out else None)}{_label(figures)} <small>{at}</small></li>"
 
@@ -100,7 +101,7 @@ def _size(size: float | None, size_unit: Unit) -> str:
 
 
 def _table(every: Sequence[Figures], size: Unit) -> str:
-    """Returns the table of runs as HTML, with a row per run. Args: size: the unit of all sizes."""
+    """Returns the table of runs as HTML, with a row per run. `size` is the unit of all sizes."""
     numbers = {
         f"device {size[1]}": lambda figures: (figures.device, _size(figures.device, size)),
         f"host {size[1]}": lambda figures: (figures.host, _size(figures.host, size)),
@@ -144,8 +145,8 @@ def _table(every: Sequence[Figures], size: Unit) -> str:
 
 
 def _cell(kind: str, value: object, content: str, title: str = "") -> str:
-    """Returns a cell as HTML. Args: kind: CSS class; value: the number or text by which the column is sorted; content:
-    HTML; title: text that appears on hovering."""
+    """Returns a cell as HTML. `kind` is its CSS class, `value` the number or text by which the column is sorted,
+    `content` the HTML in the cell, and `title` a text that appears on hovering."""
     order = "" if value is None else escape(str(value))
     return f'<td class="{kind}" data-value="{order}" title="{escape(title)}">{content}</td>'
 

@@ -97,11 +97,11 @@ def _with_lines(command: Command, lines: Mapping[str, str]) -> Command:
 
 
 def _counted(command: Command, ranks: OneDevice) -> tuple[Command, build.Texts | None]:
-    """Replaces epochs= by max_steps=, with the number of optimizer steps in these epochs.
+    """Replaces epochs= with max_steps=, set to the number of optimizer steps in these epochs.
 
     Returns:
-        The changed command, and the tokenized data, which were opened to count the steps. If epochs= is not set, and
-        with evaluate= or export=, returns the unchanged command and None.
+        The changed command, and the tokenized data, which were opened to count the steps. Without epochs=, and with
+        evaluate= or export=, these are the unchanged command and None.
     """
     run = command.run
     if run.epochs is None or run.evaluate is not None or run.export is not None:
@@ -178,7 +178,7 @@ def _show(command: Command, texts: build.Texts | None) -> dict:
 
 def _unplanned(command: Command) -> Command:
     """Checks the architecture, and returns the command with resolved settings. This function is for work without
-    training, which needs no plan; it replaces batch_size=auto by 1."""
+    training, which needs no plan; it replaces batch_size=auto with 1."""
     run = command.run.sized()
     loading.check_architecture(run)
     return replace(command, run=run.resolved())

@@ -44,7 +44,7 @@ def text(cfg: DictConfig, conf: Path) -> str:
 
 
 def comments(file: Path) -> dict[str, str | None]:
-    """Returns dotted key -> comment on the key's line (None: no comment), in the order of the file."""
+    """Returns a dict from each dotted key to the comment on its line (None: no comment), in the order of the file."""
     by_key: dict[str, str | None] = {}
     above: list[tuple[int, str]] = []  # (indent, key) of the sections that enclose a line
     for match in filter(None, map(LINE.fullmatch, file.read_text(encoding="utf-8").splitlines())):

@@ -32,7 +32,7 @@ COMMUNICATOR = 512 * MIB  # buffers of NCCL per process group: 0.5 to 1 GiB were
 # bytes for kernels that are loaded at their first call: 20 to 70 MiB were published; 158 MiB were measured on an H200
 LATER = 160 * MIB
 # dtype -> the lowest compute capability with hardware for matmuls in this dtype. Cards without tensorfloat32 compute in
-# fp32, so every card accepts tensorfloat32.
+# fp32 instead, so every card accepts tensorfloat32.
 MULTIPLIES = {"float32": 0.0, "tensorfloat32": 0.0, "float16": 0.0, "bfloat16": 8.0}
 # Bytes of a cuBLAS workspace. torch's allocator keeps one workspace for each thread (and stream) that has run a matmul.
 # The sizes are from getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp, and were confirmed on an H200.

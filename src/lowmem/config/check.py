@@ -334,7 +334,7 @@ def _metric(name: str | None) -> Iterator[str]:
 
 
 def targets(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Mapping]]:
-    """Yields (path, node) of every node with a `_target_`."""
+    """Yields (path, node) for every node with a `_target_`."""
     if "_target_" in values:
         yield path, values
     for key, value in values.items():

@@ -419,7 +419,7 @@ def _or_null(kind: Any) -> Any:
 
 
 def _nodes(values: Mapping, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict]]:
-    """Yields (path, node) of every node with a `_target_` or a `model_type`."""
+    """Yields (path, node) for every node with a `_target_` or a `model_type`."""
     if isinstance(_identity(values), str):
         yield path, values
     for key, value in values.items():

@@ -137,7 +137,7 @@ class Run(schema.Keys):
     @property
     def exports_adapter(self) -> bool:
         """Returns whether an export contains only the adapter, and not the full model. A base model with random initial
-        weights is always exported with its adapter, because no other place has its weights."""
+        weights is always exported with its adapter, because its weights are stored nowhere else."""
         return self.adapter_class.freezes_base and self.model.pretrained and not self.merge
 
     # --- several devices ----------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ OTHER_PRECISIONS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
     **dict.fromkeys(("fp32", "float32", "32-true"), "32"),
 }
-# group -> the choice to type for a file, folder or hub id, and the key for its name
+# group -> (choice to type, key for the name), for a file, folder or hub id that was typed as the group's choice
 OF_A_PLACE = {"model": ("hf", "model.name"), "data": ("text", "data.path"), "adapter": ("lora", "adapter.path")}
 
 

@@ -52,7 +52,7 @@ def key(line: str) -> str:
 
 
 def as_mapping(lines: Iterable[str]) -> dict[str, str]:
-    """Returns key -> value of the lines that have a value."""
+    """Returns a dict from key to value, for the lines that have a value."""
     return {key(line): line.partition("=")[2] for line in lines if "=" in line}
 
 
@@ -253,7 +253,7 @@ def let_typed_win(cfg: DictConfig, lines: Sequence[str]) -> None:
 
 
 def _choices_of(experiment: DictConfig) -> dict[str, str]:
-    """Returns group -> choice in an experiment's yaml."""
+    """Returns a dict from group to choice, for the choices in an experiment's yaml."""
     # other entries, such as _self_, are plain text
     entries = [entry for entry in experiment.get("defaults", []) if isinstance(entry, Mapping)]
     return {name.removeprefix("override /"): choice for entry in entries for name, choice in entry.items()}
@@ -280,5 +280,5 @@ def parsed(text: str) -> dict:
 
 
 def chosen_by(lines: Iterable[str]) -> dict[str, str]:
-    """Returns group -> the yaml chosen by these overrides or by default."""
+    """Returns a dict from each group to the yaml that these overrides or the defaults choose."""
     return dict(composed(lines, whole=True).hydra.runtime.choices)

@@ -117,7 +117,7 @@ class Metrics(Callback):
     def _count_time(self, tokens: int, learned_tokens: int) -> None:
         now = time.perf_counter()
         self._windows += 1
-        if self._windows == WARM_UP_STEPS + 1:  # drops the warm-up windows; only shorter runs report them
+        if self._windows == WARM_UP_STEPS + 1:  # drops the warm-up windows; only runs without later windows report them
             self.step_seconds, self._seconds, self._tokens, self._learned_tokens = [], 0.0, 0, 0
         self.step_seconds.append(now - self._since)
         self._seconds += now - self._since

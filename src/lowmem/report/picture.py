@@ -219,7 +219,8 @@ def _on_the_device(axes: plt.Axes, rows: list[dict], size: tuple[int, str, int])
 
 
 def _peaks(rows: Iterable[dict]) -> dict[int, dict]:
-    """Returns the peak of each sampled step: step -> its row with the most live bytes on the device."""
+    """Returns the peaks of the sampled steps: a dict from each step to its row with the most live bytes on the
+    device."""
     top: dict[int, dict] = {}
     for row in rows:
         highest = top.get(row["step"], {}).get("live_peak_bytes", -1)

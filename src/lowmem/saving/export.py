@@ -75,7 +75,8 @@ class Weights:
         self._named = dict(network.named_parameters())
         self._names = {p: name for name, p in self._named.items()}
         # Maps each parameter that is not in the trained model to the function that computes its value. Filled by
-        # `export_adapter`, which replaces adapted and 4-bit layers of a sharded model by layers with such parameters.
+        # `export_adapter`, which replaces adapted and 4-bit layers of a sharded model with layers that have such
+        # parameters.
         self.computed: dict[nn.Parameter, Callable[[], Tensor]] = {}
 
     def full(self, p: nn.Parameter) -> Tensor:
@@ -172,7 +173,8 @@ def _is_tied(network: PreTrainedModel) -> bool | None:
 
 
 def _laters(network: nn.Module, rounding: Rounding | None, weights: Weights) -> dict[str, Later]:
-    """Returns name -> lazy tensor for each parameter, under all names of tied parameters."""
+    """Returns a dict from name to lazy tensor, for all parameters. A tied parameter has an entry for each of its
+    names."""
 
     def later(name: str, p: nn.Parameter) -> Later:
         if rounding is None:

@@ -115,7 +115,8 @@ class CausalLM(LightningModule):
         self.tokens = self.learned_tokens = 0
         self.skipped_steps = 0  # windows without an optimizer step, including windows that were not computed
         # Global norm, before clipping, of the gradients of the last window that was computed. None: no window was
-        # computed yet, a gradient is not finite, the window has no gradients, or early updates do not compute the norm.
+        # computed yet, a gradient is not finite, the window has no gradients, or early updates were used, which do not
+        # compute the norm.
         self.gradient_norm: Tensor | None = None
         # stored in every checkpoint: digests of tokenizer and frozen weights, chat template, id of the W&B run, ...
         self.identity: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """Learning-rate schedules. Each multiplies `lr` by a function of the number of completed optimizer steps.
 
-Skipped steps, such as steps with overflowed gradients, do not count. A yaml in conf/scheduler sets the arguments of a
+Skipped steps, such as steps with overflowed gradients, do not count. A yaml in conf/scheduler sets all arguments of a
 schedule except the optimizer. If `warmup` is not None, the warm-up takes this fraction of `total_steps`, and
 `warmup_steps` is ignored. A resumed run takes the number of completed steps from the checkpoint, and `lr` and all other
 arguments from its own settings.

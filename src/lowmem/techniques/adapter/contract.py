@@ -17,8 +17,8 @@ class Adapter:
 
     @classmethod
     def while_loading(cls, path: str | None) -> QuantizationConfigMixin | None:
-        """Returns the argument `quantization_config` of from_pretrained for the base model; None: the base model is not
-        quantized. Args: path: the adapter folder that the run starts from; None: a new adapter."""
+        """Returns the `quantization_config` argument of from_pretrained for the base model, or None if the base model
+        is not quantized. Args: path: the adapter folder that the run starts from; None: a new adapter."""
         return None
 
     def __call__(self, model: PreTrainedModel) -> None:

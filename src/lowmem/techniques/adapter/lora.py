@@ -6,10 +6,10 @@ from the unchanged model. DoRA also trains a magnitude for each output feature, 
 feature's weights.
 
 A frozen layer needs its input only in the forward pass. Its adapter needs the input in backward too, for the gradient
-of A, so autograd saves the input in the dtype in which x A is computed: the dtype of A, or with autocast its 16-bit
-dtype. The adapter's weights are in fp32 even if the model has 16-bit weights, because 16 bits would lose small updates.
-Exception: a precision with fp32 masters stores the adapter's weights in 16 bits on the device, and their masters in
-host memory.
+of A, so autograd saves the input in the dtype in which x A is computed: the dtype of A, or under autocast the 16-bit
+dtype of autocast. The adapter's weights are in fp32 even if the model has 16-bit weights, because 16 bits would lose
+small updates. Exception: a precision with fp32 masters stores the adapter's weights in 16 bits on the device, and their
+masters in host memory.
 
 Adapted linear layers are instances of PEFT's classes; `stacks.py` implements adapted stacks of fused experts. An
 adapter folder has PEFT's format: `adapter_config.json` and `adapter_model.safetensors`. This module reads adapter
@@ -52,9 +52,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE, BASE_DTYPE, EXPERTS = {"base": "nf4"}, "base_dtype", {"experts": "nf4"}
 PREFIX = "base_model.model."  # PEFT's prefix of the tensor names in WEIGHTS
 RANK, ALL = 16, "all-linear"  # defaults of r and target
-WITH_EXPERTS = {"none": False, "lora": True}  # argument `experts` -> whether fused experts get LoRA matrices
-# Keys of an adapter folder's config that may differ from PEFT's defaults. Either this module or PEFT applies the value,
-# or the value does not affect an adapter that is already trained.
+WITH_EXPERTS = {"none": False, "lora": True}  # value of `experts`: whether fused experts get LoRA
+# Keys of an adapter folder's config whose values may differ from PEFT's defaults. Either this module or PEFT applies
+# the value, or the value does not affect an adapter that is already trained.
 UNDERSTOOD = {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -64,7 +64,7 @@ UNDERSTOOD = {
 }
 # Supported values of init_lora_weights. With most other values, PEFT changes the base weights when it adds the adapter.
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
-# With its CUDA kernels, a Mamba mixer passes the weights of these linear layers to a kernel instead of calling the
+# A Mamba mixer that uses its CUDA kernels passes the weights of these linear layers to a kernel instead of calling the
 # layers, so adapters of these layers would have no effect.
 READ_BY_MAMBA = ("x_proj", "dt_proj", "out_proj")
 
@@ -83,8 +83,8 @@ class LoRA(Adapter):
         dropout: dropout probability for the input of A.
         target: all-linear, or patterns for the names of linear layers, such as q_proj or *.mlp.*; None: the folder's
             layers, or all-linear without a folder. Only layers that compute a matrix product, plus a bias if they have
-            one, are adapted. Exceptions are the head, routers, layers that share the embedding's matrix, and layers
-            whose weights a Mamba kernel reads.
+            one, can be adapted. The head, routers, layers that share the embedding's matrix, and layers whose weights a
+            Mamba kernel reads are never adapted.
         path: adapter folder to start from; None: a new adapter, with B = 0.
         experts: lora: each fused expert also gets matrices of rank r; none: fused experts get no matrices; None: as in
             the folder, or none without a folder. Experts that are separate linear layers are selected by `target`.
@@ -232,8 +232,8 @@ class LoRA(Adapter):
 
     def _check_base(self, folder: Path) -> None:
         """Checks that the adapter and this run agree on whether the base model is quantized. PEFT's config does not
-        contain this, so the header of the weight file is read. Logs a warning if this run quantizes the base, but the
-        header does not say that the adapter was trained on a quantized base.
+        contain this information, so the header of the weight file is read. Logs a warning if this run quantizes the
+        base, but the header does not say that the adapter was trained on a quantized base.
 
         Raises:
             Refused: the adapter was trained on a quantized base, but this run does not quantize its base.
@@ -274,14 +274,14 @@ class LoRA(Adapter):
         return names
 
     def _decided_by_folder(self, typed: str) -> Refused:
-        """Returns the error for an argument that contradicts the folder. Args: typed: key=value."""
+        """Returns the error for an argument that contradicts the folder. Args: typed: the argument, as key=value."""
         key = typed.partition("=")[0]
         return Refused(f"{typed}: {CONFIG} in {self.path} has another value. Remove {key}.")
 
 
 class DoRA(LoRA):
-    """LoRA that also trains a magnitude for each output feature. Each forward pass divides by the norms of the adapted
-    weights. For the norms, it computes the product A B, which has the shape of W."""
+    """LoRA that also trains a magnitude for each output feature. Each forward pass divides the magnitudes by the norms
+    of the adapted weights. To get these norms, it computes the product A B, which has the shape of W."""
 
     magnitudes = breaks_graphs = True
 
@@ -316,7 +316,7 @@ def _head(path: str) -> dict[str, str]:
 
 
 def _complete(path: str) -> Path:
-    """Returns the folder of adapter.path. Raises: Refused: the folder lacks a file of an adapter."""
+    """Returns the folder that adapter.path names. Raises: Refused: the folder lacks a file of an adapter."""
     folder = Path(path).expanduser()
     if not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
         raise Refused(
@@ -469,8 +469,8 @@ def _is_weight(name: str) -> bool:
 
 
 def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns all tensors of the adapter, under their names in an adapter folder without PREFIX. Args: values: the
-    values of parameters, by name; must contain all names that `parameters_of` returns."""
+    """Returns all tensors of the adapter, by name. The names are those in an adapter folder, but without PREFIX. Args:
+    values: the values of parameters, by name; must contain all names that `parameters_of` returns."""
     return {name: values[ours] for ours, name in _names_in_folder(model).items()}
 
 
@@ -491,10 +491,10 @@ def has_frozen(model: nn.Module) -> bool:
 def _names_in_folder(model: nn.Module) -> dict[str, str]:
     """Returns a dict that maps the name of each parameter of the adapter to its name in an adapter folder, without
     PREFIX.
-    Names in a folder do not contain "default", PEFT's name of the adapter: x.lora_A.weight instead of
+    Names in a folder do not contain "default", PEFT's name for the adapter: x.lora_A.weight instead of
     x.lora_A.default.weight. PEFT wraps a module with fused experts once for each adapted stack, and the wrapper of the
-    last stack is the outermost one. In the tensor names of a stack, `base_layer` is repeated once for each wrapper that
-    is outside of this stack's own wrapper.
+    last stack is the outermost one. In the tensor names of a stack, `base_layer` is repeated once for each wrapper
+    around this stack's own wrapper.
     """
     names = {
         name: name.replace(".default.weight", "" if "lora_magnitude_vector" in name else ".weight")
@@ -570,8 +570,8 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _measure(layer: nn.Module) -> None:
-    """Computes DoRA's magnitudes again, in fp32 and in place: rounding errors of magnitudes that were computed in 16
-    bits would change the model before training. Does nothing for LoRA."""
+    """Recomputes DoRA's magnitudes in fp32, in place. If they had been computed in 16 bits, their rounding errors would
+    change the model before training. Does nothing for LoRA."""
     for vector in layer.lora_magnitude_vector.values():
         none = torch.zeros(())
         vector.weight.data = vector.get_weight_norm(layer.get_base_layer().weight.detach().float(), none, 1.0)

@@ -51,11 +51,11 @@ PIECE = 1 << 22  # elements that are quantized at once; on a CPU each element ne
 
 
 class NF4Linear(nn.Linear, Packed):
-    """A linear layer (..., in) -> (..., out) whose matrix is stored in 4 bits.
+    """A linear layer from (..., in) to (..., out) whose matrix is stored in 4 bits.
 
     Args:
         layer: the layer to quantize: an nn.Linear, or a Conv1D as in GPT-2, whose matrix is (in, out). The new layer
-            takes over its bias, and freezes it.
+            takes over this layer's bias, and freezes it.
     """
 
     def __init__(self, layer: nn.Linear | Conv1D) -> None:
@@ -141,9 +141,9 @@ class _Product(torch.autograd.Function):
 class NF4Stack(nn.Module, Packed):
     """A stack of fused experts (experts, rows, columns), stored in 4 bits.
 
-    Each expert has the codes that its matrix would have in an `NF4Linear`. So that one call dequantizes all experts,
-    the elements of each expert are padded to a multiple of 64 x 256: then each second-level scale belongs to a single
-    expert.
+    Each expert has the codes that its matrix would have in an `NF4Linear`. The elements of each expert are padded to a
+    multiple of 64 x 256, so that each second-level scale belongs to a single expert. Therefore one call can dequantize
+    all experts.
     """
 
     transposed = False
@@ -202,7 +202,7 @@ def _dequantized(layer: nn.Module, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def quantized(matrix: Tensor) -> dict[str, Tensor]:
-    """Quantizes a matrix. Its flattened elements are padded with zeros to n elements, a multiple of 64.
+    """Quantizes a matrix. Its elements are flattened, and padded with zeros to n elements, where n is a multiple of 64.
 
     Returns:
         A dict of tensors: `codes` (n / 2, 1), two per byte; `scales` (n / 64,), in 8 bits; `scales_of_scales`, one
@@ -230,7 +230,7 @@ def _scales_in_codes(centred: Tensor) -> dict[str, Tensor]:
 def quantize(model: PreTrainedModel, with_experts: bool = True) -> None:
     """Quantizes the linear layers (`linear_layers`) and fused experts of the model that are not quantized yet, one by
     one, in place. Embeddings, the head and routers are not quantized; a rounded router might choose other experts. The
-    caller must call this function while the model is on the host, because the codes must not depend on the device.
+    model must be on the host, because the codes must not depend on the device.
 
     Args:
         model: the model.

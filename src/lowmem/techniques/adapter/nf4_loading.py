@@ -1,11 +1,12 @@
 """Quantizes published weights to NF4 while transformers loads them. Of the weights that are quantized here, only one at
-a time is unquantized in memory: a matrix, or a stack of experts together with the tensors from which transformers joins
-the stack.
+a time is unquantized in memory: a matrix, or a stack of experts together with the tensors from which transformers
+builds the stack.
 
-If a model were quantized after loading, weights that are not mapped pages of their files, such as joined experts, would
-all be unquantized in host memory: up to 57 GiB for a mixture of experts with 30B parameters. transformers reads and
-converts tensors, joins experts into stacks, and then calls the quantizer for each weight. The quantizer in this module
-creates the layers of `nf4.py`, with the codes that `nf4.quantize` would compute after loading.
+If a model were quantized only after loading, all weights that are not memory-mapped from their files, such as joined
+experts, would be in host memory unquantized at the same time: up to 57 GiB for a mixture of experts with 30B
+parameters. transformers reads and converts tensors, joins experts into stacks, and then calls the quantizer for each
+weight. The quantizer in this module creates the layers of `nf4.py`, with the codes that `nf4.quantize` would compute
+after loading.
 """
 
 import torch

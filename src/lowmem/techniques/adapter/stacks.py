@@ -104,8 +104,8 @@ def read_when_used(experts: nn.Module, names: Iterable[str]) -> None:
 
 
 def adapt(experts: nn.Module, name: str, r: int, scaling: float) -> None:
-    """Adds LoRA to a stack. Args: experts: the module with the stack; name: name of the stack, a 3-D parameter or in 4
-    bits; r, scaling: see `StackLoRA`."""
+    """Adds LoRA to a stack. Args: experts: the module with the stack; name: name of the stack, which is a 3-D parameter
+    or is stored in 4 bits; r, scaling: see `StackLoRA`."""
     stack = StackLoRA(stack_weights(experts, name), getattr(experts, "is_transposed", False), r, scaling)
     experts.add_module(name + LORA, stack)
     read_when_used(experts, [name])
@@ -144,7 +144,8 @@ def read(experts: nn.Module, name: str, dtype: torch.dtype | None = None) -> Ten
     Args:
         experts: the module with the stack.
         name: name of the stack.
-        dtype: dtype of the result; None: the dtype of the parameter, or of a quantized stack before its quantization.
+        dtype: dtype of the result; None: the dtype of the parameter, or the dtype that a quantized stack had before its
+            quantization.
     """
     base = stack_weights(experts, name)
     dtype = dtype or base.dtype

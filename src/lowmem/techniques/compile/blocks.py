@@ -1,4 +1,5 @@
-"""Compiles a model's blocks with torch.compile, which fuses operators of a block. This saves memory traffic and time.
+"""Compiles a model's blocks with torch.compile, which fuses the operators of a block. This saves memory traffic and
+time.
 
 Only the `forward` of each block is compiled. Hooks and activation checkpointing stay outside of the compiled code, so
 streaming, sharding and recomputation work as they do without compilation. Blocks with equal code and shapes share a
@@ -49,7 +50,7 @@ def compile_blocks(model: nn.Module, backend: str, activation_memory_budget: flo
 
     Raises:
         Refused: the budget is not between 0 and 1; this version of torch does not support budgets; or the model has no
-            list of blocks. A block's call in training also raises Refused, if torch.compile fails.
+            list of blocks. Later, a call of a block in training raises Refused if torch.compile fails.
     """
     _check(activation_memory_budget)
     torch.compiler.reset()  # graphs of earlier jobs of a sweep would count toward MOST_GRAPHS

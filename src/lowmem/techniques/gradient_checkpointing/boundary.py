@@ -126,9 +126,9 @@ class Chain:
         return thread, number
 
     def start_next(self, fetched: OnHost) -> None:
-        """Starts the copy of one boundary that still `waits`: the oldest of the same block, or else the oldest of the
-        previous block. Skips boundaries that other forward passes of the same thread created. Args: fetched: the
-        boundary that was just fetched."""
+        """Starts the copy of one boundary for which `waits` is True: the oldest one of the same block, or if there is
+        none, the oldest one of the previous block. Skips boundaries that other forward passes of the same thread
+        created. Args: fetched: the boundary that was just fetched."""
         references = (*self._made.get(fetched.block, ()), *self._made.get(fetched.block - 1, ()))
         for boundary in filter(None, (reference() for reference in references)):
             is_of_other_pass = boundary.in_pass[0] == fetched.in_pass[0] and boundary.in_pass != fetched.in_pass

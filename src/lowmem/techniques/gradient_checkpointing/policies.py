@@ -1,11 +1,11 @@
 """Activation (gradient) checkpointing: saves the input of each segment of blocks, and recomputes the other activations.
 
 Each yaml in conf/gradient_checkpointing selects a function of this module, which changes a model in place before
-training. All of these functions except `none` raise Refused if the model has no list of blocks. For each segment,
-memory then holds one boundary, which is the input (batch, tokens, width) of the segment's first block. All activations
-of a segment exist at the same time only during its backward pass. `selective` and `offload_attention` save further
-results. Costs at most one more forward pass, which adds up to a third to the time of a step. Source: Chen et al. 2016,
-arXiv 1604.06174.
+training. All of these functions except `none` raise Refused if the model has no list of blocks. With the other
+functions, memory holds one boundary for each segment, which is the input (batch, tokens, width) of the segment's first
+block. A segment's activations are all in memory only during the backward pass of this segment. `selective` and
+`offload_attention` save further results. The recomputation costs at most one more forward pass, which adds up to a
+third to the time of a step. Source: Chen et al. 2016, arXiv 1604.06174.
 
 A segment is one block or several:
 
@@ -39,8 +39,8 @@ def none(model: nn.Module) -> None:
 
 
 def every_layer(model: nn.Module) -> None:
-    """Saves only the input of each block. For n blocks, memory holds n boundaries, and during backward the activations
-    of one block."""
+    """Saves only the input of each block. For n blocks, memory holds n boundaries, and during backward also the
+    activations of one block."""
     segments(model, 1)
 
 
@@ -49,8 +49,8 @@ def segments(model: nn.Module, k: int | None = None) -> None:
 
     Args:
         model: the model.
-        k: blocks per segment. For n blocks, memory holds n / k boundaries, and during backward the activations of k
-            blocks. None: about sqrt(n) segments of about sqrt(n) blocks.
+        k: blocks per segment. For n blocks, memory holds n / k boundaries, and during backward also the activations of
+            k blocks. None: about sqrt(n) segments of about sqrt(n) blocks.
 
     Raises:
         Refused: k is not a whole number of at least 1, or the model has no list of blocks.
@@ -192,8 +192,8 @@ class Segment(Recomputed):
 
 
 class BlockCall:
-    """A call of a block: its arguments without the hidden states, and the random states before it. `again` repeats the
-    call with given hidden states and the same random states."""
+    """A call of a block: its arguments without the hidden states, and the random states before the call. `again`
+    repeats the call with given hidden states and the same random states."""
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         hidden = _hidden(args, kwargs)

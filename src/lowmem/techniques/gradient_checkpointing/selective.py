@@ -10,10 +10,11 @@ of the bytes of activations. torch's checkpoint runs the forward pass and the re
 A model may change a result in place (Gemma 3n adds to a product). If the recomputation took the changed result from the
 queue, the change would be applied twice. So a result is recomputed if its own block or later code of the model has
 changed it. To detect changes, `Keep` watches for operators of the block that write to a result's memory. It also
-records the version counters of those tensors in the block that share memory with a result, which later code increments.
-torch's `create_selective_checkpoint_contexts` compares only the version counter of the product. The output of a linear
-layer shares the product's memory, but has a separate version counter, so torch's comparison misses changes to this
-output. Results in host memory (`SentResult`) are copies, so changes after the copy do not matter.
+records the version counters of those tensors in the block that share memory with a result. Later code that changes the
+result increments one of these counters. torch's `create_selective_checkpoint_contexts` compares only the version
+counter of the product. The output of a linear layer shares the product's memory, but has a separate version counter, so
+torch's comparison misses changes to this output. Results in host memory (`SentResult`) are copies, so changes after the
+copy do not matter.
 """
 
 from collections import deque

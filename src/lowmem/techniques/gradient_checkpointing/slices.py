@@ -1,10 +1,10 @@
 """Computes modules that process each token independently (MLPs, norms) for one slice of the sequence at a time.
 
 `tile.tokens` sets the number of tokens per slice. For backward, the MLP of a Llama block saves about six tensors of
-(batch, tokens, 3 to 4 times the width), far more than the rest of the block. A token's result does not depend on other
-tokens, so slices give the results of the whole sequence, up to rounding. The forward pass saves only the module's
-input. Backward recomputes each slice just before it computes the slice's gradients, so only the activations of one
-slice exist at a time. Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
+shape (batch, tokens, 3 to 4 times the width), far more than the rest of the block. A token's result does not depend on
+other tokens, so computing in slices gives the same results as computing the whole sequence at once, up to rounding. The
+forward pass saves only the module's input. Backward recomputes each slice just before it computes the slice's
+gradients, so only the activations of one slice exist at a time. Source: ALST, Bekman et al. 2025, arXiv 2506.13996.
 
     forward     _EndRecomputation    saves x (B, T, H)
                 _InSlices            computes the slices without gradients, saves nothing
@@ -18,8 +18,8 @@ Cost in time: without checkpointing, one more forward pass of these modules. Wit
 products of a Llama MLP is computed once more, which takes about 5 % of a step. If the block saves another tensor after
 the MLP, for a norm (Gemma 2) or for the next block of a segment, all three products are computed once more. In a
 measurement on a CPU (3 blocks of width 512 with MLPs of width 1536, 1 x 1024 tokens in fp32, slices of 256 tokens),
-activations took 37 MiB instead of 55 MiB, and a step took 1.17 times as long as without slices. Slices of the norms
-account for 4 of the 18 MiB, and for 0.1 of the added 0.17.
+activations took 37 MiB instead of 55 MiB, and a step took 1.17 times as long as without slices. Slicing the norms
+accounts for 4 of the 18 MiB that are saved, and for 0.1 of the 0.17 that is added to the time.
 
 Cost in memory: during a module's backward pass, the gradients of its weights are summed over the slices in fp32, which
 takes 4 bytes per trained parameter of the module. 16-bit sums would take half of this memory, but have larger rounding
@@ -85,8 +85,8 @@ class Tiles:
         ]
 
     def verify(self, model: PreTrainedModel, batch: MicroBatch) -> None:
-        """Compares each module's output for whole rows with its output in slices. Args: model: the model; batch: the
-        first tokens of one or two rows of the data.
+        """Compares each module's output for whole rows with its output when it is computed in slices. Args: model: the
+        model; batch: the first tokens of one or two rows of the data.
 
         Raises:
             Refused: a module's results in slices differ from its results for whole rows; a module uses trained weights
@@ -125,7 +125,8 @@ def name(sliced: "SlicedModule") -> str:
 
 
 class SlicedModule(nn.Module):
-    """Replaces the forward pass of a module: an input with more tokens than a slice is computed in slices.
+    """Replaces the forward pass of a module: for an input with more tokens than a slice, the output is computed in
+    slices.
 
     Args:
         module: the module. Only its `forward` is replaced.
@@ -227,7 +228,8 @@ class SlicedModule(nn.Module):
 
 
 class _EndRecomputation(torch.autograd.Function):
-    """Saves x as the block's last saved tensor, so that torch's early stop ends the recomputation before the module."""
+    """Saves x as the block's last saved tensor, so that torch's early stop ends the recomputation before it reaches the
+    module."""
 
     @staticmethod
     def forward(ctx, x):

@@ -7,11 +7,11 @@ rated answers), not a mean: `CausalLM` divides by the number of labels, pairs or
 devices.
 
 `full` is cross entropy as most code computes it, with tensors of shape (B, T, V): the logits in the compute dtype and
-in fp32, their log-softmax, and gradients. With a vocabulary of 150,000, the memory of a run often peaks at these
-tensors. `Chunked` stores the logits of only one chunk of tokens at a time. It computes gradients in the forward pass,
-while the logits of the chunk still exist, so the logits are computed only once, as in Liger Kernel (Hsu et al. 2024,
-arXiv 2410.10989). The price is an fp32 sum of the gradient of the head's weight. All other code of the model, before
-and after its head, still runs (`head.py`).
+in fp32, their log-softmax, and gradients. With a vocabulary of 150,000 tokens, the memory use of a run often peaks
+while these tensors exist. `Chunked` stores the logits of only one chunk of tokens at a time. It computes gradients in
+the forward pass, while the logits of the chunk still exist, so the logits are computed only once, as in Liger Kernel
+(Hsu et al. 2024, arXiv 2410.10989). The price is an fp32 sum of the gradient of the head's weight. All other code of
+the model, before and after its head, still runs (`head.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -97,8 +97,8 @@ def as_loss(loss: object) -> Loss:
     """Returns a `Loss` unchanged, and wraps a function in `Function`.
 
     Raises:
-        Refused: `loss` is neither a `Loss` nor a function. Another callable might have weights or a method `verify`,
-            which would be ignored silently.
+        Refused: `loss` is neither a `Loss` nor a function. A callable of another kind might have weights or a method
+            `verify`, which would be ignored silently.
     """
     if isinstance(loss, Loss):
         return loss
@@ -260,7 +260,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # Logits are computed only at positions with a label. The hidden states of these positions are copied chunk by
-        # chunk, so that the memory does not depend on the number of labels, which the planner does not know.
+        # chunk, so that memory use does not depend on the number of labels, which the planner does not know.
         for chunk in chunks:
             rows_hidden, rows_labels = hidden.index_select(0, chunk), labels[chunk]
             product = F.linear(rows_hidden, matrix, None if bias is None else bias.to(hidden.dtype))

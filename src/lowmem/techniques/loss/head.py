@@ -42,7 +42,7 @@ class Head(NamedTuple):
 
 
 def enter(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Head:
-    """Runs a forward pass that captures the head's input and in which the head returns zeros. The head's weight is not
+    """Runs a forward pass in which the head's input is captured and the head returns zeros. The head's weight is not
     read.
 
     Args:

@@ -1,7 +1,8 @@
 """Computes the log-ratios of mismatched prompt-answer pairs for KTO, before each window or validation set.
 
-KTO's loss of an answer depends on the mean log-ratio of the mismatched pairs of all micro-batches, on all devices. So
-the model computes all mismatched pairs before the first micro-batch, in separate forward passes without gradients.
+KTO's loss of an answer depends on the mean log-ratio over all mismatched pairs, in all micro-batches and on all
+devices. So the model computes all mismatched pairs before the first micro-batch, in separate forward passes without
+gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,9 +22,10 @@ class MismatchedPass(Callback):
     log-ratios and their number over all devices, and passes both sums to the loss.
 
     Args:
-        read: returns (sum of log-ratios, number of answers) of the micro-batch that was computed last, shape (2,).
-        hand_over: takes the sum of the results of `read` over all micro-batches and devices, shape (2,), and passes it
-            to the loss.
+        read: returns a tensor (2,): the sum of log-ratios and the number of answers of the micro-batch that was
+            computed last.
+        hand_over: takes the sum (2,) of the results of `read` over all micro-batches and devices, and passes it to the
+            loss.
     """
 
     def __init__(self, read: Callable[[], Tensor], hand_over: Callable[[Tensor], None]) -> None:

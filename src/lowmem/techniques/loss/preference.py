@@ -71,7 +71,8 @@ class PreferenceLoss(Tiled):
 
     def answers(self, model: PreTrainedModel, batch: AnswerBatch) -> tuple[AnswerLogProbs, Tensor]:
         """Returns the log-probabilities of a micro-batch's answers, and a bool mask (pairs,) or (answers,). The mask is
-        False for a rated answer without labels, and for a pair of which an answer has no labels, as in filler."""
+        False for a rated answer without labels, and for a pair in which at least one answer has no labels, as in
+        filler."""
         losses, learned = self.each(model, batch)
         tokens = batch.lengths.view(-1, batch.ANSWERS)
         answer = batch.answers.flatten()[learned]
@@ -226,8 +227,8 @@ class KTO(PreferenceLoss):
         return [MismatchedPass(self.log_ratios, self.set_kl)]
 
     def log_ratios(self) -> Tensor:
-        """Returns (sum of log-ratios, number of answers) of the last micro-batch that was computed without gradients,
-        shape (2,)."""
+        """Returns a tensor (2,): the sum of log-ratios and the number of answers of the last micro-batch that was
+        computed without gradients."""
         answers, real = self.take()
         return torch.stack([answers.log_ratio[:, 0].where(real, 0.0).sum(), real.sum().double()])
 
@@ -250,8 +251,8 @@ class KTO(PreferenceLoss):
 
     def figures(self) -> dict[str, Tensor]:
         """`accuracy` is the number of answers for which the prediction "desirable if the log-ratio is above z" is
-        right, and `kl` is z times the number of answers. Rewards and log-probabilities are (sum, count) over the
-        answers of one rating. See `Loss.figures`."""
+        right, and `kl` is z times the number of answers. The other metrics are rewards and log-probabilities, each as
+        (sum, count) over the answers with one rating. See `Loss.figures`."""
         answers, real = self.take()
         right = (answers.log_ratio > self._kl) == answers.desirable
         figures = {"accuracy": (right[:, 0] & real).double().sum(), "kl": self._kl * real.sum()}

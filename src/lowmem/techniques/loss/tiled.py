@@ -6,11 +6,11 @@ N: number of tokens with a label; V: tokens in the vocabulary; C: tokens of the 
     backward    for each tile: logits again -> gradient of the logits -> complete gradient (C, H) of the tile's weights
 
 `loss=chunked` sums the gradient of the head's weight (V, H) in fp32, over chunks of tokens. With 16-bit weights, the
-memory of a run often peaks at this sum. `loss=tiled` computes the gradient of a tile as a single product over all
-tokens, so the gradient has the dtype of the weight: 2 bytes per element with 16-bit weights, without an fp32 sum. The
-price is that the logits are computed twice: the gradient needs the softmax, whose denominator is a sum over all tiles
-(online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). Temporary memory with 16-bit products: 6 bytes x N x C
-for logits, and in backward 4 bytes x N x H for the fp32 gradient of the head's input.
+memory use of a run often peaks while this sum exists. `loss=tiled` computes the gradient of a tile as a single product
+over all tokens, so the gradient has the dtype of the weight: 2 bytes per element with 16-bit weights, without an fp32
+sum. The price is that the logits are computed twice: the gradient needs the softmax, whose denominator is a sum over
+all tiles (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867). With 16-bit products, the temporary memory is
+6 x N x C bytes for logits, and in backward also 4 x N x H bytes for the fp32 gradient of the head's input.
 """
 
 from collections.abc import Callable
@@ -46,8 +46,8 @@ class Tiled(Loss):
         return self.each(model, batch)[0].sum()
 
     def each(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns the loss of each token with a label, (N,) in fp32, and the token's index in the flattened labels,
-        (N,)."""
+        """Returns two tensors (N,): the fp32 loss of each token with a label, and the token's index in the flattened
+        labels."""
         head = enter(model, batch.inputs)
         hidden, labels = head.hidden.flatten(0, 1), batch.labels.flatten()  # (B x T, H)
         hidden = hidden.to(multiplied_in(hidden))  # autocast has no effect inside the autograd function
@@ -143,8 +143,8 @@ def _logits(
 
 
 def _place(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Returns a bool mask (N,), True for labels in the tile, and the column (N,) of each label in the tile. The column
-    of a label outside of the tile is in range, but has no meaning.
+    """Returns two tensors (N,): a bool mask that is True for labels in the tile, and the column of each label in the
+    tile. If a label is outside of the tile, its column is in range, but has no meaning.
 
     Args:
         labels: (N,).

@@ -5,7 +5,7 @@ copies of weight and gradient, and two more fp32 tensors. For the embedding of L
 applies transformers' formulas to one piece of the parameter at a time, so it needs temporary memory only for a piece.
 Reductions over the full parameter (the RMS of the weight, the mean squares of rows and columns, and the RMS of the
 update) are computed in separate passes, so the gradient is read three times. These reductions add in a different order
-than in transformers' step; all other arithmetic is bit-identical. Source: Shazeer and Stern 2018, arXiv 1804.04235.
+than transformers' `step` does; all other arithmetic is bit-identical. Source: Shazeer and Stern 2018, arXiv 1804.04235.
 """
 
 from collections.abc import Callable, Iterator

@@ -36,8 +36,8 @@ from lowmem.techniques.optim.compiled import DTYPES, address, library
 SOURCE = Path(__file__).with_suffix(".cpp")
 BLOCK = 256
 # The smallest code of u: it stands for (2 / 255)^2 times the largest u of the block. The smallest nonzero m is (1 /
-# 127)^2 times the largest m of the block, and both factors are about equal. So m / u is about the same for the smallest
-# m and u of a block as for the largest.
+# 127)^2 times the largest m of the block, and the two factors are about equal. So m / u is about the same for the
+# smallest m and u of a block as for the largest.
 LEAST = 2
 # A block whose largest magnitude is at most this gets the smallest codes (0 for m, LEAST for u), since 255^2 /
 # magnitude might overflow.
@@ -80,7 +80,7 @@ class HostAdamW8bit(Optimizer, OnePass):
     @torch.no_grad()
     def step_from(self, step: Step, rest: Tensor | None = None) -> None:
         """Updates a parameter. If torch operators compute the step (with 32-bit state, on CUDA, or without a compiler),
-        two halves of a weight are first joined to a temporary fp32 tensor.
+        a weight in two halves is first joined into a temporary fp32 tensor.
 
         Args: see `OnePass.step_from`.
 
@@ -185,8 +185,8 @@ def _blocks_step(p: Tensor, g: Tensor, state: dict, rule: Rule, reading: Reading
 
 
 class Chunk(NamedTuple):
-    """Tensors of complete blocks of a parameter, (blocks, 256) unless noted, or of its incomplete last block, (1,
-    n)."""
+    """Tensors of a parameter's complete blocks, of shape (blocks, 256) unless noted, or of its incomplete last block,
+    of shape (1, n)."""
 
     p: Tensor
     gradient: Tensor

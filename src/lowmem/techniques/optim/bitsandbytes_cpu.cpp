@@ -29,7 +29,8 @@ struct Scale {
     // EXPONENT: cells per exponent. The cells range from 2^-24 to 2; cell 0 also contains all smaller numbers.
     static constexpr int EXPONENT = 1 << (23 - SHIFT), LOWEST = (127 - 24) * EXPONENT, CELLS = 25 * EXPONENT;
     float value[257];
-    // cell -> the lower of the two codes that may be nearest; first the cells of positive x, then of negative x
+    // for each cell, the lower of the two codes that may be nearest; first for the cells of positive x, then of
+    // negative x
     int32_t lower[(SIGNED + 1) * CELLS];
 
     explicit Scale(const float *of) {

@@ -7,7 +7,7 @@ gradients have always been zero.
 
 In this module, the step is one C++ function, which uses bitsandbytes' state and its dynamic scales (256 values per
 scale, one for each 8-bit code). The optimizer's class and the format of its checkpoints do not change, so a run can
-resume on a card from a checkpoint that was written on a CPU, and the reverse. Without a compiler, torch operators
+resume on a card from a checkpoint that was written on a CPU, and vice versa. Without a compiler, torch operators
 compute the step. Each element is rounded to the nearest code, as in bitsandbytes' CUDA kernels. After 20 steps, the
 difference from AdamW with fp32 state is half as large as with bitsandbytes' own CPU step. Block-wise dynamic state:
 Dettmers et al. 2022, arXiv 2110.02861.
@@ -62,7 +62,7 @@ def _native(p: Tensor) -> ctypes.CDLL | None:
 def _rule(name: str, config: dict, step: int) -> tuple[float, ...]:
     """Returns the scalars of a step, in the order of the C++ struct `Rule`. As in torch, they are computed in fp64; the
     step rounds them to fp32 once. The step divides sqrt(v) by `widened`. (In adamw8bit.py, `widened` is the reciprocal
-    of this number, so that step multiplies.)"""
+    of this number, so the step there multiplies by it.)"""
     (beta1, beta2, *_), lr = config["betas"], config["lr"]
     rate, widened = (lr / (1 - beta1**step), (1 - beta2**step) ** 0.5) if name == "adam" else (lr, 1.0)
     return beta1, 1 - beta1, beta2, 1 - beta2, config["eps"], rate, widened, 1 - lr * config["weight_decay"]

@@ -157,7 +157,7 @@ def _extend_load_state_dict(optimizer: Optimizer, named: Iterable[str], restored
     Args:
         optimizer: changed in place.
         named: names of the settings that the yaml contains. `lr` is restored, and then set by the schedule. Settings
-            without a name in the yaml are restored too, since they may belong to the state.
+            that the yaml does not contain are restored too, since they may belong to the state.
         restored: called for each parameter with state, after the states of all parameters have been restored.
     """
     theirs = optimizer.load_state_dict
@@ -211,7 +211,7 @@ def _restore_in_saved_dtypes(optimizer: Optimizer, restored: Restored) -> None:
 
 def _each(state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yields the items of a mapping one at a time, since the mapping may load each value on access. If a value is
-    mapped from a file, its pages are released before the next value is loaded."""
+    memory-mapped from a file, its pages are released before the next value is loaded."""
     for key, value in state.items():
         yield key, value
         page_out(plain_tensors(value) if isinstance(value, Tensor) else ())

@@ -2,7 +2,7 @@
 
 A precision is a Lightning plugin. Code that does not know the kind of precision uses only the attributes and methods of
 `BasePrecision`, which are listed in the order in which a run uses them. The defaults are for fp32 weights: a new
-precision sets `dtype`, and overrides the methods whose default does not fit. The classes from which it can be derived:
+precision sets `dtype`, and overrides the methods whose default does not fit. It can be derived from these classes:
 
     BasePrecision         this module
       FullPrecision, TensorFloat32, Autocast    `fp32_weights.py`: weights in fp32
@@ -56,8 +56,8 @@ class BasePrecision(Precision):
 
     def when_converted(self, call: Callable[[nn.Module], None]) -> None:
         """Registers a function that `convert_module` calls at its end, with the module as argument. Lightning has no
-        callback hook between loading the weights and moving them to the device. Registering a function twice has no
-        effect: a trainer may run more than once, and each run registers its functions."""
+        callback hook between loading the weights and moving them to the device. Registering a function a second time
+        has no effect, because a trainer may run more than once, and each run registers its functions."""
         if call not in self._on_converted:
             self._on_converted.append(call)
 

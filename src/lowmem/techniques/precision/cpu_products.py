@@ -47,7 +47,7 @@ def has_units(dtype: torch.dtype) -> bool:
 @contextmanager
 def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
     """Context manager that replaces torch's CPU kernels for matrix products in `dtype`, in all threads. Does nothing if
-    the device is not a CPU, or if `has_units(dtype)`. Yields: True if the kernels were replaced."""
+    the device is not a CPU, or if `has_units(dtype)` is True. Yields: True if the kernels were replaced."""
     if device != "cpu" or has_units(dtype):
         yield False
         return
@@ -60,8 +60,8 @@ def widened(dtype: torch.dtype, device: str) -> Iterator[bool]:
 
 @cache
 def _native(product: OpOverload) -> Callable:
-    """Returns torch's own kernel. Cached from the first call on, because after the replacement `get_kernel` returns the
-    new kernel."""
+    """Returns torch's own kernel. The result of the first call is cached, because after the replacement `get_kernel`
+    returns the new kernel."""
     return get_kernel(product, "CPU").call_boxed
 
 

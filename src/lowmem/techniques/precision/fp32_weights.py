@@ -1,4 +1,4 @@
-"""Precisions with fp32 weights: matrix products are in fp32 or TF32, or in 16 bits by autocast.
+"""Precisions with fp32 weights: matrix products are in fp32 or TF32, or with autocast in 16 bits.
 
 With autocast (`precision=16` or `bf16`) most activations have 16 bits. Source: Micikevicius et al. 2018, arXiv
 1710.03740.

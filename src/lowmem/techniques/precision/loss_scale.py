@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lowmem.techniques.precision.contract import BasePrecision
 
-# Only a scale above this value is halved. From 2**16, 26 overflows in a row lead to this value. If gradients still
-# overflow then, a smaller scale would not help.
+# Only a scale above this value is halved. Starting at 2**16, the scale reaches this value after 26 overflows in a row.
+# If gradients still overflow then, a smaller scale would not help.
 SMALLEST = 2.0**-10
 
 

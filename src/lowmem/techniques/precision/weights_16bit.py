@@ -1,4 +1,5 @@
-"""Precisions with weights, gradients and activations in 16 bits: half the memory of fp32. Updates are computed in fp32.
+"""Precisions with weights, gradients and activations in 16 bits, which take half the memory of fp32. Updates are
+computed in fp32.
 
 Parameters are updated one at a time, where they are stored: on the device, or with strategy=fsdp_offload in host memory
 (for weights=streamed see `BFloat16Stochastic`). Weight and gradient are converted to fp32, the optimizer updates the
@@ -9,7 +10,7 @@ differently, and store additional tensors with each weight.
 
 The price is lost updates: a 16-bit weight cannot change by less than the spacing of its dtype. The spacing of bf16 is
 0.4 to 0.8 % of the weight, so most updates in fine-tuning are rounded away. Stochastic rounding rounds up or down at
-random, with probabilities for which the expected value is the exact result. Source: Zamirai et al. 2020, arXiv
+random, with probabilities that make the expected value equal to the exact result. Source: Zamirai et al. 2020, arXiv
 2010.06192.
 """
 

@@ -150,7 +150,7 @@ class OneDevice:
 
     def clear_gradients(self) -> None:
         """Frees or resets the gradients of the model's parameters, after the gradients of local parameters have been
-        freed. Called at the end of each window that was computed, also if its step was skipped."""
+        freed. Called at the end of each window that was computed, even if its step was skipped."""
 
     # --- parameters -----------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class OneDevice:
         return [value]
 
     def barrier(self) -> None:
-        """Waits until every rank has called this."""
+        """Waits until every rank has called this method."""
 
 
 ONE_DEVICE = OneDevice()  # never changes, so all callers share it

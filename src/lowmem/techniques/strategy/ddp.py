@@ -1,7 +1,7 @@
 """`strategy=ddp`: every device has the full model and reads different rows; gradients are all-reduced once per window.
 
-Saves time, but no memory. Costs one all-reduce of all gradients per window, which overlaps with the window's last
-backward pass. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
+This saves time, but no memory. The cost is one all-reduce of all gradients per window, which overlaps with the window's
+last backward pass. Source: Li et al. 2020, arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel.
 """
 
 import gc
@@ -96,7 +96,8 @@ class DataParallel(Several):
 
     def _check_used(self) -> None:
         """Checks after the first window that every trained parameter has received a gradient on every rank. DDP does
-        not reduce a bucket in which a gradient is missing. Raises: Refused: on all ranks."""
+        not reduce a bucket in which a gradient is missing. Raises: Refused, on all ranks: a parameter has received no
+        gradient on some rank."""
         self._watch_no_more()
         if unused := next(filter(None, self.all_gather(sorted(self._idle))), None):
             raise Refused(

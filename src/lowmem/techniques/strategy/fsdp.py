@@ -1,12 +1,12 @@
 """`strategy=fsdp`: shards weights, gradients and optimizer state over all devices. Each device gathers the full weights
 of a block shortly before the block computes.
 
-Each of N devices stores 1/N of weights, gradients and optimizer state, and temporarily the full weights of two blocks:
-the block that computes, and the block that computes next. In backward, each device also stores the full gradients of a
-block until they are reduced. The weights outside the blocks (embedding, head) stay gathered from forward to the end of
-backward. Costs, per micro-batch, two all-gathers of the blocks' weights, one all-gather of the weights outside the
-blocks, and one reduce-scatter of all gradients. With `strategy=fsdp_offload` the shards are in host memory, and the CPU
-runs the optimizer. Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
+Each of N devices stores 1/N of the weights, gradients and optimizer state, and temporarily also the full weights of two
+blocks: the block that computes, and the block that computes next. In backward, each device also stores the full
+gradients of a block until they are reduced. The weights outside the blocks (embedding, head) stay gathered from forward
+to the end of backward. Each micro-batch costs two all-gathers of the blocks' weights, one all-gather of the weights
+outside the blocks, and one reduce-scatter of all gradients. With `strategy=fsdp_offload` the shards are in host memory,
+and the CPU runs the optimizer. Source: Zhao et al. 2023, arXiv 2304.11277; torch's fully_shard.
 """
 
 from collections.abc import Callable

@@ -8,9 +8,10 @@
 
 So each rank needs memory for its shards and one full tensor. Rank 0 also needs memory for the full model, unless its
 weights stay pages of memory-mapped files, which the operating system can evict (`model/loading.py`). Files in the run's
-dtype usually stay mapped. Files with fewer bits can stay mapped if the strategy's `widens` is True and the run trains
-no adapter. Rank 0 then broadcasts the weights in the dtype of the files, and each rank converts its shard while copying
-it. Randomly initialized weights are not mapped. Loading takes longer by the time of one broadcast of the full model.
+dtype usually stay mapped. Files with fewer bits per weight can stay mapped if the strategy's `widens` is True and the
+run trains no adapter. Rank 0 then broadcasts the weights in the dtype of the files, and each rank converts its shard
+while copying it. Randomly initialized weights are not mapped. Loading takes longer, by the time that it takes to
+broadcast the full model once.
 
 torch's `set_model_state_dict(broadcast_from_rank0=True)` also sends tensor by tensor, but rank 0 keeps the full model
 in memory, in addition to its shards, until the last tensor is sent. torch's function omits non-persistent buffers, and
@@ -118,8 +119,8 @@ def _arriving(numbers: Numbers, ranks: OneDevice) -> Iterator[tuple[str, Tensor]
 
 
 def buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields (full name, module, name in the module, buffer) for all buffers, including non-persistent buffers. Yields
-    a buffer that several modules share once for each of these modules."""
+    """Yields (full name, module, name in the module, buffer) for all buffers, including non-persistent buffers. If
+    several modules share a buffer, it is yielded once for each of them."""
     for path, holder in model.named_modules():
         for key, buffer in list(holder.named_buffers(recurse=False, remove_duplicate=False)):
             yield f"{path}.{key}".lstrip("."), holder, key, buffer

@@ -91,7 +91,8 @@ def swapped(tensor: Tensor, dim: int, outer: int, inner: int) -> Tensor:
 
 
 class Colwise(ParallelStyle):
-    """Shards a linear layer along its output features: x (..., in), equal on all ranks -> (..., out / N).
+    """Shards a linear layer along its output features: the input is (..., in), equal on all ranks, and the output is
+    (..., out / N).
 
     Args:
         group: the ranks.
@@ -120,7 +121,8 @@ class Colwise(ParallelStyle):
 
 
 class Rowwise(ParallelStyle):
-    """Shards a linear layer along its input features: x (..., in / N) -> (..., out). Every rank has the full bias.
+    """Shards a linear layer along its input features: the input is (..., in / N), and the output is (..., out). Every
+    rank has the full bias.
 
     Args:
         group: the ranks.

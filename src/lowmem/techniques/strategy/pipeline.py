@@ -5,12 +5,12 @@
     stage 2          F0 F1 F2 F3 B0 B1 B2 B3          their gradients back to the previous stage
 
 Each device stores the weights, gradients and optimizer state of its own stage only. Besides hidden states and their
-gradients, the stages exchange once per window: the gradients of tied weights, the loss, and with stochastic rounding
-the tied weights themselves. Other strategies that divide a model usually communicate more bytes. Costs idle time while
-the pipeline fills and drains: (S - 1) / (n + S - 1) of a step, for n micro-batches and S stages that take equal time.
-With GPipe each stage stores the activations of all n micro-batches. With 1F1B a stage starts backward as early as
-possible, and stores the activations of at most S micro-batches. Source: Huang et al. 2019, arXiv 1811.06965; Narayanan
-et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
+gradients, the stages exchange the following once per window: the gradients of tied weights, the loss, and with
+stochastic rounding the tied weights themselves. Other strategies that divide a model usually communicate more bytes.
+The cost is idle time while the pipeline fills and drains: (S - 1) / (n + S - 1) of a step, for n micro-batches and S
+stages that take equal time. With GPipe each stage stores the activations of all n micro-batches. With 1F1B a stage
+starts backward as early as possible, and stores the activations of at most S micro-batches. Source: Huang et al. 2019,
+arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473; torch.distributed.pipelining.
 
 Each stage runs in its own process, with these objects:
 
@@ -329,11 +329,11 @@ class WindowOfStage(nn.Module):
         return scaled if self.ranks.stage.last else None
 
     def after_backward(self) -> None:
-        """Calls Lightning's hooks for the end of a backward pass, if `before_backward` was called since the last call
-        of this method. Called before each forward pass and at the end of a window. So the hooks run only once after
-        several backward passes in a row: all of a window with GPipe, the last ones of a window with 1F1B. On the last
-        stage with GPipe, where `before_backward` follows each forward pass, the hooks also run before each forward pass
-        except the first."""
+        """Calls Lightning's hooks for the end of a backward pass, if `before_backward` has been called since the last
+        call of this method. Called before each forward pass and at the end of a window. So the hooks run only once
+        after several backward passes in a row. With GPipe these are all backward passes of a window, with 1F1B only the
+        last ones. On the last stage with GPipe, where `before_backward` follows each forward pass, the hooks also run
+        before each forward pass except the first."""
         if self._backward:
             self._precision.post_backward(self.loss_sum, self.ranks.module)
         self._backward = False

@@ -73,7 +73,8 @@ def process_group(run: Run) -> Iterator[OneDevice]:
 
 
 def leave(ranks: OneDevice | None = None) -> None:
-    """Leaves the process group, in such an order that Python, and not C++ code, drops the last reference to the group.
+    """Leaves the process group. The order of the steps ensures that Python, not C++ code, drops the last reference to
+    the group.
 
     DDP's Reducer refers to the group from C++, and is freed while the GIL is held. If the Reducer had the last
     reference, freeing the group would join gloo's threads with the GIL held. This deadlocks if one of these threads

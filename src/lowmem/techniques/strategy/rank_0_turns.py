@@ -24,8 +24,8 @@ from lowmem.system.errors import RankLost
 BEAT = "rank 0"  # key in the store; its value is the number of heartbeats, or FAILED
 DONE, FAILED = "done", "failed"
 EVERY = 1.0  # seconds between heartbeats (less with a short timeout); also the longest wait for a thread to end
-# Longest pause between two polls of the store, in seconds (the first pauses are shorter). The main thread looks at the
-# polling thread equally often.
+# Longest pause between two polls of the store, in seconds (the first pauses are shorter). The main thread checks the
+# polling thread at intervals of the same length.
 LOOK = 0.1
 
 

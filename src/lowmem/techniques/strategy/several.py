@@ -26,7 +26,7 @@ from lowmem.techniques.strategy.in_place import InPlace
 from lowmem.techniques.strategy.load_in_parts import buffers
 from lowmem.techniques.strategy.rank_0_turns import Turns
 
-APART = 1_000_003  # seed difference of consecutive ranks; larger than any window index, which is also added to the seed
+APART = 1_000_003  # seed distance between consecutive ranks; exceeds any window index, which is also added to the seed
 
 
 class Several(OneDevice):

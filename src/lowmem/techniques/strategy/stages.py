@@ -166,7 +166,7 @@ class Division(NamedTuple):
 
     def elsewhere(self, stage: int) -> set[nn.Module]:
         """Returns the modules whose own tensors, not counting tensors of submodules, exist only on other stages. A
-        module outside the blocks is not among them if one of its weights is tied to a weight of this stage."""
+        module outside the blocks is not returned if one of its weights is tied to a weight of this stage."""
         own = {submodule for module in self.own(stage) for submodule in module.modules()}
         others = {submodule for block in self.anatomy.blocks for submodule in block.modules()}
         edges = {edge for edge in (*self.anatomy.before, *self.anatomy.after) if not self._has(edge, stage)}
@@ -335,7 +335,7 @@ def _passed_on(output: Output, number: int | None, *args: object, **kwargs: obje
 
 
 def _zeros(output: Output, *args: object, **kwargs: object) -> Tensor:
-    """Replaces the forward pass of a module before the blocks on stages other than the first. Returns zeros of the
+    """Replaces, on stages other than the first, the forward pass of a module before the blocks. Returns zeros of the
     module's output shape, usually (B, T, width)."""
     received = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
     leading = received.shape[: len(output.shape) - 1]

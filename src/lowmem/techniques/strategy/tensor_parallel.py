@@ -5,18 +5,19 @@
     embedding    sharded by the vocabulary                                                   -> all-reduce
     head         sharded by the vocabulary                                                   -> all-gather of logits
 
-"Columns" and "rows" refer to a matrix (in, out). Each of the first two lines is a pair: layers that are sharded by
-columns, followed by a layer that is sharded by rows. Within a pair, each rank computes only its own heads or columns.
-In backward, one all-reduce per pair sums the gradient of the pair's input. A loss that reads the head in tiles needs no
-all-gather: each rank computes with its own part of the logits, and the ranks all-reduce statistics of each token's
-logits.
+"Columns" and "rows" refer to a matrix (in, out). Each of the first two lines describes a pair: layers that are sharded
+by columns, followed by a layer that is sharded by rows. Within a pair, each rank computes only its own heads or
+columns. In backward, one all-reduce per pair sums the gradient of the pair's input. A loss that reads the head in tiles
+needs no all-gather: each rank computes with its own part of the logits, and the ranks all-reduce statistics of each
+token's logits.
 
 Each of the N ranks of a group stores 1/N of the sharded weights, of their gradients and optimizer state (less with
 `fsdp_tensor_parallel.py`), and of the activations within a pair. Norms, hidden states, and biases that are added after
 an all-reduce are replicated on all ranks of the group. Embedding and head are replicated too if they cannot be sharded
-(`_divide_ends`). For example, the vocabulary of GPT-2 has 50257 = 29 x 1733 tokens. The ranks of a group have equal
-random states, so replicated tensors get equal dropout masks. In attention, each rank draws only the masks of its own
-heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; torch's DTensor provides mesh, sharded parameters and collectives.
+(`_divide_ends`). For example, GPT-2's vocabulary of 50257 = 29 x 1733 tokens is not divisible by 2, 4 or 8. The ranks
+of a group have equal random states, so replicated tensors get equal dropout masks. In attention, each rank draws only
+the masks of its own heads. Source: Shoeybi et al. 2019, arXiv 1909.08053; torch's DTensor provides mesh, sharded
+parameters and collectives.
 
 The tensor-parallel plan of a transformers model (`tp_plan`) maps names of layers to sharding styles. transformers has
 no plan for GPT-2, so this module contains one. torch's `parallelize_module` applies the plan, with the styles of
@@ -42,8 +43,8 @@ from lowmem.techniques.strategy.several import Divided, in_full
 
 log = logging.getLogger(__name__)
 
-QKV, FUSED = "colwise_qkv", 3  # the style of a layer that concatenates FUSED matrices: query, key and value
-# Model type -> plan, for models without a plan in transformers
+QKV, FUSED = "colwise_qkv", 3  # the style of a layer whose weight joins FUSED matrices: query, key and value
+# Plans by model type, for models without a plan in transformers
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn.c_attn": QKV,
@@ -55,8 +56,8 @@ PLANS = {
 SUMMED = "replicated_with_grad_allreduce"  # for example q_norm: a rank has the gradient of its own heads only
 COLUMNS = ("colwise", QKV, "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
-# style -> the LoRA matrix (A or B in x A B) that is sharded like the layer. The other LoRA matrix is replicated, and so
-# are both LoRA matrices of a layer whose style is not listed.
+# Maps the style of a layer to the LoRA matrix (A or B in x A B) that is sharded like the layer. The other LoRA matrix
+# is replicated, and so are both LoRA matrices of a layer whose style is not listed.
 SMALL = {"colwise": "lora_B", QKV: "lora_B", "rowwise": "lora_A"}
 # Tolerances of `_compare`. SAME is relative to the norm of the compared gradient. Rounding causes far smaller
 # differences, and a missing all-reduce far larger ones.

@@ -89,13 +89,13 @@ def _layout(network: nn.Module, resident_blocks: int, head_in_tiles: bool) -> La
 
 
 def spread(stack: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` items of a list, which are spaced as evenly as possible and include the last item. The remaining
-    items, the resident blocks, are therefore spread evenly too. While they compute, streamed blocks are copied."""
+    """Returns `count` items of a list, spaced as evenly as possible and including the last item. The remaining items,
+    the resident blocks, are therefore spread evenly too. While resident blocks compute, streamed blocks are copied."""
     return [stack[(number + 1) * len(stack) // count - 1] for number in range(count)]
 
 
 def _of_one_block_alone(network: nn.Module, stack: list[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """Returns the weights to stream of each block: the weights that only this block uses. If more than half of the
+    """Returns, for each block, the weights to stream: the weights that only this block uses. If more than half of the
     bytes of these weights are frozen, only the frozen weights are streamed, so the block's copy in host memory never
     changes."""
     blocks_with = Counter(p for block in stack for p in stored_weights(block))

@@ -1,7 +1,7 @@
 """Freezes weights of the model by name (`freeze=`), in addition to the weights that an adapter freezes.
 
 A frozen weight has no gradient, no optimizer state, no master and no weight decay, and checkpoints do not contain it.
-The price is quality, because fewer weights can adapt to the data.
+The price is lower quality, because fewer weights can adapt to the data.
 """
 
 import logging

@@ -353,10 +353,10 @@ def load(model: PreTrainedModel, path: str) -> None:
 
 
 def targets_for_peft(model: PreTrainedModel) -> dict[str, list[str] | None]:
-    """Returns the values of `target_modules` and `target_parameters` with which PEFT adapts the same layers and stacks
-    of experts as the model's adapter.
+    """Returns the values of `target_modules` and `target_parameters` that make PEFT adapt the same layers and stacks of
+    experts as the model's adapter does.
 
-    In `target_modules` for a model with fused experts, PEFT mistakes names such as gate_proj for the names that experts
+    If a model has fused experts, PEFT mistakes names such as gate_proj in `target_modules` for the names that experts
     had in older versions of transformers, and adapts the experts instead of these layers. So the weights of such layers
     are listed in `target_parameters`. PEFT's adapter of a 2-D parameter in this list has the tensor names and shapes of
     a linear layer's adapter.
@@ -475,7 +475,8 @@ def tensors_for_peft(model: PreTrainedModel, values: Mapping[str, Tensor]) -> di
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) for each parameter of the adapter, including parameters that `freeze=` has frozen."""
+    """Returns a (name, parameter) pair for each parameter of the adapter, including parameters that `freeze=` has
+    frozen."""
     return [
         (name, p)
         for name, p in model.named_parameters()

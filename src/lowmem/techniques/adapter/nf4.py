@@ -188,8 +188,8 @@ def pack_experts(experts: nn.Module, names: Sequence[str]) -> None:
 
 
 def _scales(layer: nn.Module) -> Tensor:
-    """Returns the dequantized scales of a layer, (blocks,) in fp32. The scale of a block is the largest magnitude of
-    its elements."""
+    """Returns the dequantized scales of a layer as an fp32 tensor (blocks,). The scale of a block is the largest
+    magnitude of its elements."""
     scales = ops.dequantize_blockwise(layer.scales, layer.scales_of_scales, layer.table, BLOCKS, torch.float32)
     return scales.view(layer.mean.numel(), -1).add_(layer.mean).flatten()
 

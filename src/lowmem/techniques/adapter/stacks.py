@@ -30,7 +30,7 @@ class ComputedExperts:
     parameter, without LoRA. A quantized stack has no parameter: outside of a forward pass, each access computes the
     stack, with LoRA."""
 
-    # (dtype of products, name -> stack for the stacks computed so far) during a forward pass; None outside of it
+    # during a forward pass: the dtype of products, and the stacks computed so far, by name; None outside of it
     _open: tuple[torch.dtype, dict[str, Tensor]] | None = None
 
     def forward(self, *args, **kwargs) -> Tensor:

@@ -116,9 +116,9 @@ class Chain:
         return boundary
 
     def _pass_of(self, block: int) -> tuple[int, int]:
-        """Returns (id of this thread, number of its forward pass). A new pass begins at a block with a lower index than
-        the thread's latest block. So passes over a single block, as on a pipeline stage of one block, get the same
-        number."""
+        """Returns the id of this thread and the number of its forward pass. A new pass begins at a block with a lower
+        index than the thread's latest block. So passes over a single block, as on a pipeline stage of one block, get
+        the same number."""
         thread = threading.get_ident()
         latest, number = self._latest.get(thread, (0, 0))
         number += block < latest

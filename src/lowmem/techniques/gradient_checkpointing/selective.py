@@ -190,7 +190,7 @@ class HandBack(Mode):
 
 
 def contexts() -> tuple[Keep, HandBack]:
-    """Returns (mode of a block's forward pass, mode of its recomputation). Both modes use the same queue."""
+    """Returns the mode of a block's forward pass and the mode of its recomputation. Both modes use the same queue."""
     results: deque[KeptResult] = deque()
     return Keep(results, EXPENSIVE, KeptResult), HandBack(results, EXPENSIVE)
 

@@ -28,7 +28,7 @@ over all tokens. With fp32 sums the error was 1.4 times as large for every numbe
 slice is rounded. With bf16 sums it was 1.9 times as large with 4 slices, 3.2 times with 16 slices, and 4.3 times with
 32 slices.
 So slices save memory if few weights are trained, or if the micro-batch has many tokens compared to the MLP's weights.
-With 16-bit weights that are all trained, B x T must be larger than about the width H.
+With 16-bit weights that are all trained, slices save memory only if B x T is larger than about the width H.
 
 A sliced module is a direct child of a block. It is called with a single tensor (B, T, H), and returns a tensor (B, T,
 ...). torch's own layers and activation functions are not sliced, because they save little besides their input. Mixtures

@@ -89,7 +89,7 @@ class PreferenceLoss(Tiled):
             )
 
     def losses(self, answers: AnswerLogProbs) -> Tensor:
-        """Returns the loss of each pair (pairs,), or of each rated answer (answers,)."""
+        """Returns a tensor (pairs,) with the loss of each pair, or (answers,) with the loss of each rated answer."""
         raise NotImplementedError
 
     def rewards(self, answers: AnswerLogProbs) -> Tensor:
@@ -195,9 +195,9 @@ class KTO(PreferenceLoss):
     """weight * (1 - sigmoid(+-beta * (log-ratio - z))), with + for desirable answers, - for undesirable answers, and
     log-ratios to the reference model: Ethayarajh et al. 2024, arXiv 2402.01306.
 
-    z estimates the KL divergence to the reference model: the mean log-ratio of mismatched prompt-answer pairs, but at
-    least 0. The mean is over all mismatched pairs of a window, or of a validation set, on all devices. To compute z,
-    the model runs on the mismatched pairs in separate forward passes without gradients (`mismatched.py`).
+    z is an estimate of the KL divergence to the reference model: the mean log-ratio of mismatched prompt-answer pairs,
+    clamped to at least 0. The mean is over all mismatched pairs of a window, or of a validation set, on all devices. To
+    compute z, the model runs on the mismatched pairs in separate forward passes without gradients (`mismatched.py`).
 
     Args:
         desirable_weight, undesirable_weight: `weight` for desirable and undesirable answers, at least 0 and not both 0;
@@ -264,8 +264,8 @@ class KTO(PreferenceLoss):
 
 
 def _difference(values: Tensor) -> Tensor:
-    """Returns the value of the chosen answer minus the value of the rejected answer, (pairs,). Args: values: (pairs,
-    2)."""
+    """Returns a tensor (pairs,): the value of the chosen answer minus the value of the rejected answer. Args: values:
+    (pairs, 2)."""
     return values[:, 0] - values[:, 1]
 
 

@@ -2,7 +2,7 @@
 
 For a 16-bit weight, transformers' `step` needs 16 bytes of temporary memory per element of the largest parameter: fp32
 copies of weight and gradient, and two more fp32 tensors. For the embedding of Llama-3.1-8B this is 8 GiB. `step_narrow`
-applies transformers' formulas to one piece of the parameter at a time, so it needs temporary memory only for a piece.
+applies transformers' formulas to one piece of the parameter at a time, so it needs temporary memory for only one piece.
 Reductions over the full parameter (the RMS of the weight, the mean squares of rows and columns, and the RMS of the
 update) are computed in separate passes, so the gradient is read three times. These reductions add in a different order
 than transformers' `step` does; all other arithmetic is bit-identical. Source: Shazeer and Stern 2018, arXiv 1804.04235.

@@ -51,7 +51,7 @@ class MakeOptimizer:
     parameter.
 
     Args:
-        make: function (parameter groups) -> optimizer: the class that the yaml names, or a partial of this class.
+        make: creates the optimizer from parameter groups: the class that the yaml names, or a partial of this class.
         embedding_bits: `state_bits` of the embedding group; None: groups do not have the key `state_bits`.
     """
 

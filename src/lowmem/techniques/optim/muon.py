@@ -1,10 +1,10 @@
 """Muon for matrices and AdamW for all other parameters, as one optimizer.
 
-Muon updates a matrix by approximately the orthogonal matrix that is nearest to its momentum, so the update has about
-the same size in all directions. Muon stores one moment (4 bytes per parameter), and AdamW stores two. Fused experts
-(experts, rows, columns) are updated as one matrix per expert. Matrices are updated one by one, so the step needs
-temporary memory for only one matrix. Embeddings, head, norms, biases and depthwise convolutions do not map between
-hidden spaces, so AdamW updates them. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+Muon's update of a matrix is approximately the orthogonal matrix that is nearest to the momentum of the matrix, so the
+update has about the same size in all directions. Muon stores one moment (4 bytes per parameter), and AdamW stores two.
+Fused experts (experts, rows, columns) are updated as one matrix per expert. Matrices are updated one by one, so the
+step needs temporary memory for only one matrix. Embeddings, head, norms, biases and depthwise convolutions do not map
+between hidden spaces, so AdamW updates them. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
 `torch.optim.Muon` and `torch.optim.AdamW` compute the updates. At each step, they receive the groups and the state of
 this optimizer; they keep neither after the step.
@@ -81,7 +81,7 @@ class Muon(Optimizer):
 
         Args:
             optimizer: `muon` or `adamw`.
-            state: parameter to update -> its optimizer state.
+            state: maps each parameter to update to its optimizer state.
             group: the settings, with `lr` and `weight_decay`.
             factor: factor of the learning rate.
         """

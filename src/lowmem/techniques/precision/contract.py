@@ -44,7 +44,7 @@ class BasePrecision(Precision):
     gradient_scale = 1.0  # the loss scale by which the current window's gradients are multiplied
     # True: steps draw random numbers, so the strategy must keep the copies of a weight in several processes equal
     draws = False
-    # when the optimizer runs on the host (`offload/master_weights.py`); "if streamed": with weights=streamed
+    # when the optimizer runs on the host (`offload/master_weights.py`); "if streamed": only with weights=streamed
     steps_on_host: Literal["never", "if streamed", "always"] = "never"
 
     def __init__(self, device: str = "cpu") -> None:

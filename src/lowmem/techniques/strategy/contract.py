@@ -144,8 +144,8 @@ class OneDevice:
         summed, or differs between ranks whose copies of a weight must stay equal."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Returns the L2 norm of the gradients of the full model. An element that several ranks have counts once. Args:
-        parameters: the local parameters that have a gradient."""
+        """Returns the L2 norm of the gradients of the full model. An element that is present on several ranks counts
+        once. Args: parameters: the local parameters that have a gradient."""
         return norm_of_all(parameters)
 
     def clear_gradients(self) -> None:

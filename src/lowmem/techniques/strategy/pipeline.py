@@ -147,8 +147,8 @@ class Pipeline(Divided):
         return tuple(sorted({0, *(max(stages, key=size) for size in sizes), self.size - 1}))
 
     def _groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Returns (weight, process group of its stages) for each trained weight that this stage shares with other
-        stages."""
+        """Returns a pair for each trained weight that this stage shares with other stages: the weight, and the process
+        group of all stages that have it."""
         shared = {tuple(stages): None for stages in self.stage.holders.values() if len(stages) > 1}
         # all ranks must take part in creating each group
         groups = {stages: dist.new_group(stages, timeout=self.timeout) for stages in shared}

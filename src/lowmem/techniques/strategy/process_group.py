@@ -129,7 +129,7 @@ def require_same(ranks: OneDevice, values: dict[str, object], why: str) -> None:
 
     Args:
         ranks: the strategy.
-        values: name -> this rank's value.
+        values: this rank's values, by name.
         why: continues the error message after "they": the problem, and what to do.
 
     Raises:

@@ -149,7 +149,7 @@ class Divided(Several):
     the full parameters.
 
     The optimizer updates a shard as a plain tensor (`local`). An optimizer with an elementwise update computes the same
-    bits for an element of a shard as for this element of the full tensor.
+    bits for an element of a shard as for the same element of the full tensor.
     """
 
     divides = True
@@ -184,8 +184,8 @@ class Divided(Several):
 
     def meshed(self, timeout: float, **sizes: int) -> DeviceMesh:
         """Creates a device mesh of all processes, which must all call this method. Args: timeout: timeout of
-        collectives in the mesh's process groups, in seconds; sizes: name of a dimension -> number of ranks along
-        it."""
+        collectives in the mesh's process groups, in seconds; sizes: the number of ranks along each dimension, by the
+        dimension's name."""
         mesh = init_device_mesh(self.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in mesh.get_all_groups():
             set_timeout(group, timedelta(seconds=timeout))

@@ -211,7 +211,8 @@ def _division(model: PreTrainedModel, layers: Anatomy, cuts: list[int]) -> Divis
 
 
 def _bytes(modules: list[nn.Module]) -> int:
-    """Returns the bytes of the modules' parameters and buffers. A tensor that several modules share counts once."""
+    """Returns the bytes of the modules' parameters and buffers. A tensor that is shared by several modules counts
+    once."""
     tensors = {tensor: None for module in modules for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor.nbytes for tensor in tensors)
 

@@ -92,8 +92,8 @@ def divide(network: PreTrainedModel, group: Group) -> dict[str, str]:
 
 
 def styles_of(network: PreTrainedModel) -> dict[str, str]:
-    """Returns name -> style for the layers that the model's plan shards, and for modules and parameters with the style
-    `SUMMED`. Excludes embedding and head, which `_divide_ends` shards.
+    """Returns a dict that maps names to styles: of the layers that the model's plan shards, and of modules and
+    parameters with the style `SUMMED`. Excludes embedding and head, which `_divide_ends` shards.
 
     Raises:
         Refused: the model has no plan, or layers that cannot be sharded.
@@ -162,8 +162,8 @@ def _refused(network: nn.Module, why: str) -> Refused:
 
 
 def _plan(network: nn.Module, styles: dict[str, str], group: Group) -> dict[str, ParallelStyle]:
-    """Returns module name -> style object, for `parallelize_module`: the layers of `styles` that are sharded, and the
-    sharded matrices of their adapters (see `SMALL`)."""
+    """Returns a dict from module names to style objects, for `parallelize_module`. Its entries are the layers of
+    `styles` that are sharded, and the sharded matrices of their adapters (see `SMALL`)."""
     made = {
         "colwise": Colwise(group),
         QKV: Colwise(group, FUSED),

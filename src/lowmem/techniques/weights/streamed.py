@@ -1,6 +1,6 @@
 """`weights=streamed`: checks the settings, and selects the weights that are streamed.
 
-A streamed weight of a block is stored in host memory, or on the drive with drive_holds=all. It is copied to the device
+A streamed weight of a block is stored in host memory, or with drive_holds=all on the drive. It is copied to the device
 shortly before its block computes. `offload/streamed.py` does the copies. Two kinds of weights in a streamed block stay
 on the device: weights that the block shares with modules outside of it, and the trained weights of a mostly frozen
 block, such as the matrices of an adapter.

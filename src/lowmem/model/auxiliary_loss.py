@@ -3,15 +3,16 @@
 
 A transformers model that gets labels computes the auxiliary loss in its forward pass, multiplies it by a factor of its
 config and adds the product to the language modeling loss. The names of the attributes and factors differ between
-models. So hooks pass labels, and replace the model's loss function by a function that returns zero. The model then
+models. So hooks pass labels to the model, and replace its loss function by a function that returns zero. The model then
 returns only the auxiliary loss, times its factor.
 
-The auxiliary loss is proportional to a sum over experts. The term of an expert is the share of tokens that are routed
-to the expert, times the mean probability that the router gives to the expert. Both factors are means over the real
+The auxiliary loss is proportional to a sum over experts. Each expert's term is the share of tokens that are routed to
+this expert, multiplied by the mean probability that the router assigns to it. Both factors are means over the real
 tokens of a micro-batch, including prompts but not padding. To exclude padding, the model gets an attention mask that
 marks the real tokens. A second hook removes the mask before it reaches the model's body, whose attention would use it.
-The auxiliary loss of a window is the mean over the window's micro-batches, weighted by `MicroBatch.weight`, such as the
-number of tokens with a label. This mean differs from the auxiliary loss of one large micro-batch with the same tokens.
+The auxiliary loss of a window is the mean over the window's micro-batches, weighted by `MicroBatch.weight`, which is
+for example the number of tokens with a label. This mean differs from the auxiliary loss of one large micro-batch with
+the same tokens.
 Source: Fedus et al. 2021, arXiv 2101.03961.
 """
 
@@ -35,8 +36,8 @@ class AuxiliaryLoss:
         model.register_forward_hook(self._after, always_call=True)
 
     def count(self, real: Tensor | None) -> None:
-        """Sets the tokens that count in the auxiliary loss of the next forward pass. Args: real: (B, T) bool, True for
-        tokens that count; None: all tokens count."""
+        """Selects the tokens that the auxiliary loss of the next forward pass includes. Args: real: (B, T) bool, True
+        for included tokens; None: all tokens are included."""
         self._real = real
 
     def take(self) -> Tensor:

@@ -37,17 +37,17 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def refuse_architecture(error: Exception, build: Callable[[], PreTrainedModel]) -> None:
-    """Explains an error of a run's first step if the model alone raises the same error in a forward pass over three
-    tokens; otherwise returns. transformers also builds models that cannot compute a forward pass, for example with more
-    experts per token than experts.
+    """Explains an error in a run's first step by raising Refused if the model alone raises the same error in a forward
+    pass over three tokens. Otherwise returns. transformers also builds models that cannot compute a forward pass, for
+    example a model that is configured to route each token to more experts than it has.
 
     Args:
         error: the error of the run.
         build: builds the model with random fp32 weights, on the CPU.
 
     Raises:
-        Refused: the model alone raises an error of the same class, and the last line of its message differs at most in
-            numbers, such as sizes of tensors.
+        Refused: the model alone raises an error of the same class, and the last lines of the two messages differ at
+            most in numbers, such as tensor sizes.
     """
     try:
         model = build()
@@ -69,8 +69,8 @@ def _without_numbers(error: Exception) -> str:
 
 def _looks_ahead(model: PreTrainedModel) -> bool:
     """Returns True if later tokens change the logits of position 0 by more than 1e-4, relative to the largest of these
-    logits. In untrained encoders this relative change is some thousandths. Returns False if the forward pass raises a
-    ValueError or an error of FAILURES, which training will raise again and report."""
+    logits. In untrained encoders this relative change is a few thousandths. Returns False if the forward pass raises a
+    ValueError or one of FAILURES, because training will raise the error again and report it."""
     try:
         logits, changed = (_first_logits(model, row) for row in ((0, 1, 2), (0, 3, 4)))
     except (*FAILURES, ValueError):
@@ -80,7 +80,7 @@ def _looks_ahead(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _first_logits(model: PreTrainedModel, row: Sequence[int]) -> Tensor:
-    """Returns the logits of position 0 for a row of token ids, (V,) in fp32, in eval mode."""
+    """Returns the logits (V,) of position 0 for a row of token ids, computed in eval mode and converted to fp32."""
     training, device = model.training, next(model.parameters()).device
     ids = torch.tensor([row], device=device) % model.get_input_embeddings().num_embeddings  # (1, T)
     model.eval()

@@ -4,8 +4,8 @@ functions that this module registers; `packed_attention.py` selects them for a m
 In a packed row, a token attends only to its own document, up to and including itself. The start offsets of all
 documents, a tensor of shape (documents + 1,), contain this information and replace the mask (B, 1, T, T). For one row
 of 32k tokens, this saves a mask of 2 GiB in 16 bits. The cost of attention becomes quadratic in the length of each
-document, instead of the length of the row. Up to rounding, the result for a document equals the result that the
-document would have in a separate row.
+document, instead of in the length of the row. Up to rounding, the result for a document equals its result in a separate
+row.
 
     16 bits on a card of compute capability 8.0 or higher    one call of `torch.nn.attention.varlen`
     other cases: fp32, dropout, older cards, CPUs, and       one call of torch's SDPA per document
@@ -59,9 +59,9 @@ def first_tokens_or_mask(  # noqa: PLR0913
     use_vmap: bool = False,
     **kwargs,
 ) -> Tensor | None:
-    """Returns the `attention_mask` of `attend`: the start offsets of documents, a floating-point mask, or None if no
-    mask is needed, for example because each row is a single document. transformers calls this function with the
-    arguments of `sdpa_mask`."""
+    """Returns the argument `attention_mask` for `attend`: the start offsets of documents, a floating-point mask, or
+    None if no mask is needed, for example because each row is a single document. transformers calls this function with
+    the arguments of `sdpa_mask`."""
     packed = not allow_is_causal_skip and q_length == kv_length and kwargs.get("attention_mask") is None
     if packed and not use_vmap and (local_size is None or local_size >= kv_length):
         first = first_tokens(mask_function, batch_size, q_length, torch.device(device))
@@ -83,9 +83,9 @@ def first_tokens_or_mask(  # noqa: PLR0913
 def first_tokens(mask_function: Callable, rows: int, tokens: int, device: torch.device) -> Tensor | None:
     """Returns the start offsets of documents, the cumulative sequence lengths of variable-length attention.
 
-    A document starts at each token that does not see the token before it. If the loader knows the offsets, and the mask
-    is causal and separates documents, but does nothing else, this function returns the loader's offsets. Otherwise it
-    evaluates the mask function on the device, and the host waits for the result.
+    A document starts at each token that does not see the token before it. Returns the loader's offsets if the loader
+    knows them, and if the mask does nothing except causal masking within each document. Otherwise evaluates the mask
+    function on the device, and the host waits for the result.
 
     Args:
         mask_function: transformers' mask function: (batch, head, query, key) indices -> True if the query sees the key.
@@ -195,8 +195,8 @@ def lengths_of(first: Tensor, tokens: int) -> list[int]:
 def _in_turn(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], dropout: float, scaling: float | None
 ) -> Tensor:
-    """Computes the attention of one document after the other. With grouped-query attention, keys and values are
-    repeated, because torch's fused kernels for fp32 and for older cards need as many key-value heads as query heads."""
+    """Computes attention for one document after another. With grouped-query attention, keys and values are repeated,
+    because torch's fused kernels for fp32 and for older cards need as many key-value heads as query heads."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -1,9 +1,9 @@
 """Finds the experts and the routers of a mixture-of-experts model.
 
 transformers stores the experts of one block as stacks of matrices: 3-D parameters (experts, rows, columns) of one
-module. A router computes one score per expert and token. Only the experts with the highest scores compute the token,
-except in the classes of COMPUTE_ALL. A small change to a router's weights can send tokens to other experts, so adapters
-and quantization leave routers unchanged.
+module. A router computes one score per expert and token. Only the experts with the highest scores process the token,
+except in the classes that COMPUTE_ALL lists. A small change to a router's weights can send tokens to other experts, so
+adapters and quantization leave routers unchanged.
 """
 
 from torch import nn
@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 ROUTERS = ("gate", "shared_expert_gate")  # names of routers, in addition to all names that contain "router"
-COMPUTE_ALL = ("Llama4TextExperts", "InklingSharedExperts")  # classes in which all experts compute each token
-# keys of transformers' configs for the number of experts that compute a token
+COMPUTE_ALL = ("Llama4TextExperts", "InklingSharedExperts")  # classes in which all experts process each token
+# keys of transformers' configs for the number of experts that process a token
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """Returns the stacks of experts, found in modules whose class name contains "expert": {name of a module: {name: 3-D
-    parameter of this module}}."""
+    """Returns the stacks of experts, which are the 3-D parameters of modules whose class name contains "expert", as a
+    nested dict: {name of the module: {name of the parameter: the parameter}}."""
     stacks = {
         name: {key: p for key, p in module.named_parameters(recurse=False) if p.dim() == 3}
         for name, module in model.named_modules()
@@ -30,8 +30,8 @@ def fused_experts(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 def routers(model: nn.Module) -> set[str]:
     """Returns the names of linear layers that belong to a router.
 
-    A layer belongs to a router in two cases: the layer or a module that contains it has the name of a router, or the
-    layer has the same parent module as the experts, and one output per expert.
+    A layer belongs to a router if the layer, or a module that contains it, has the name of a router. It also belongs to
+    a router if it has the same parent module as the experts, and one output per expert.
     """
     experts = {}
     for name, found in fused_experts(model).items():
@@ -53,7 +53,7 @@ def _outputs(layer: nn.Linear | Conv1D) -> int:
 
 def inactive_parameters(model: PreTrainedModel) -> int:
     """Returns the number of parameters that are not used for a given token: the weights of those `fused_experts` that
-    the router does not choose for the token. Returns 0 if the config has none of the keys of EXPERTS_PER_TOKEN."""
+    the router does not choose for the token. Returns 0 if the config has none of the keys in EXPERTS_PER_TOKEN."""
     config = model.config.get_text_config(decoder=True)
     chosen = next((getattr(config, key) for key in EXPERTS_PER_TOKEN if getattr(config, key, None)), None)
     stacks = [

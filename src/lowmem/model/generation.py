@@ -1,9 +1,9 @@
 """Generates text from prompts: for the samples of a run, and for `generate=`.
 
 Each forward pass has a single prompt. The key-value cache of a prompt takes at most 2 x layers x width x length x bytes
-per element: width is the number of key-value heads times their size, and length is the number of tokens of prompt and
-continuation. This is less than the activations that training without activation checkpointing stores for a sequence of
-this length.
+per element, where width is the number of key-value heads times the size of a head, and length is the number of tokens
+in prompt and continuation. This is less than the activations that training without activation checkpointing stores for
+a sequence of this length.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from lowmem.data.sources import framing
 from lowmem.model.loading import positions
 from lowmem.system.errors import Refused
 
-# messages from whose rendered text the format of a chat template is derived
+# contents of messages; the format of a chat template is derived from their rendered text
 QUESTION, ANSWER, NEXT = "a question", "an answer", "the next question"
 Prompt = str | list[dict]  # text, or the messages of a conversation
 
@@ -31,7 +31,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: bool) -
     Args:
         tokenizer: encodes a plain text as in training, and messages with its chat template.
         prompt: a text, or messages.
-        chat: True: a text is a user's message; False: a text is continued as it is.
+        chat: True: treat a text as a user's message; False: continue a text as it is.
 
     Raises:
         Refused: the prompt needs a chat template (messages, or a text with `chat`) and the tokenizer has none, or the
@@ -123,8 +123,8 @@ class TextGenerator:
 
     @torch.no_grad()
     def continuation(self, ids: Tensor, tokens: int, temperature: float = 0.0) -> str:
-        """Returns the continuation of a prompt, up to an end token. The continuation is empty if the prompt already has
-        the model's maximum sequence length.
+        """Returns the continuation of a prompt, up to an end token. The continuation is empty if the prompt already
+        reaches the model's maximum sequence length.
 
         Args:
             ids: (1, T), token ids of the prompt, on the host.
@@ -159,6 +159,6 @@ class TextGenerator:
 
 
 def printable(text: str) -> str:
-    """Returns a text with tabs expanded, and other unprintable characters except line feeds replaced by U+FFFD, since
-    an untrained model may generate any byte."""
+    """Returns a text in which tabs are expanded, and all other unprintable characters except line feeds are replaced by
+    U+FFFD. An untrained model may generate any byte."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs())

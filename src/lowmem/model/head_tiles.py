@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 
 class HeadSource:
-    """Base class of sources of tiles. The methods of this class are for a matrix of which one device reads all tiles.
-    If the matrix is sharded over devices, a subclass overrides `joined` and `summed` with collectives, which all
-    devices must call."""
+    """Base class of sources of tiles. The methods of this class are for a matrix whose tiles are all read by one
+    device. If the matrix is sharded over devices, a subclass overrides `joined` and `summed` with collectives, which
+    all devices must call."""
 
     def joined(self, top: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Combines statistics of the logits over all devices. The base class returns them unchanged.

@@ -4,8 +4,8 @@ Some models change their rotary embedding if the longest row of a call exceeds a
 `longrope`, Phi-3 changes the angles of all positions in a call if one position is beyond the original length. With
 dynamic NTK scaling, all angles depend on the longest row, which may belong to an earlier call. With such an embedding,
 the result for a short document would depend on other documents, in its own or in an earlier micro-batch. `depends_from`
-evaluates only the rotary embeddings, at a few positions for each length of OF_POSITIONS in the config. So its cost does
-not grow with the length.
+evaluates only the rotary embeddings, at a few positions for each of the config's lengths that OF_POSITIONS names. So
+its cost does not grow with these lengths.
 
 Other lengths in configs count tokens of a row: a sliding window, an attention chunk, a scale by position. A test must
 show that such a count restarts at each document. With a full row, the test (`packed_attention.py`) would cost as much
@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from lowmem.system.errors import Refused
 
-# Absolute tolerance for cosines and sines. If angles differ by more than rounding, some cosine or sine differs by a
-# thousand times this tolerance.
+# Absolute tolerance for cosines and sines. If angles differ by more than rounding errors, at least one cosine or sine
+# differs by a thousand times this tolerance.
 ALIKE = 1e-4
 # names of the keys in configs for lengths beyond which rotary embeddings may change
 OF_POSITIONS = ("original_max_position_embeddings", "max_position_embeddings")
@@ -75,8 +75,8 @@ def check_documents(model: PreTrainedModel, longest: int) -> None:
 
 
 def depends_from(model: nn.Module, longest: int, together: bool) -> int | None:
-    """Returns the smallest length of OF_POSITIONS in the config beyond which the rotary embedding of a row depends on
-    the lengths of other rows, or None if no length below `longest` has this effect.
+    """Checks the config's lengths that OF_POSITIONS names, and returns the smallest one beyond which the rotary
+    embedding of a row depends on the lengths of other rows. Returns None if no length below `longest` has this effect.
 
     Args:
         model: the model.
@@ -92,7 +92,7 @@ def depends_from(model: nn.Module, longest: int, together: bool) -> int | None:
 
 
 def _lengths(config: Mapping[str, object], names: tuple[str, ...]) -> set[int]:
-    """Returns the lengths with the given names in a config and its nested configs."""
+    """Returns the lengths that a config and its nested configs store under the given names."""
     inside = [_lengths(value, names) for value in config.values() if isinstance(value, Mapping)]
     own = {config[name] for name in names if isinstance(config.get(name), int)}
     return own.union(*inside)

@@ -15,8 +15,8 @@ TOLERANCE = 0.02
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Returns name -> layer for the linear layers that compute only a matrix product, plus a bias if they have one.
-    Excludes the head, routers, and layers that share the embedding's matrix."""
+    """Returns, by name, the linear layers that compute only a matrix product, plus a bias if they have one. Excludes
+    the head, routers, and layers that share the embedding's matrix."""
     head, tokens, no_layers = model.get_output_embeddings(), model.get_input_embeddings().weight, routers(model)
     return {
         name: layer

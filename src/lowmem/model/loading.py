@@ -2,7 +2,7 @@
 
 Published weights are memory-mapped from safetensors files. A tensor that already has the requested dtype stays in
 mapped pages of its file, unless it is joined with other tensors or quantized, or gets additional rows. transformers
-converts the remaining tensors one by one, in at most four threads, so host memory need not hold two copies of the
+converts the remaining tensors individually, in at most four threads, so host memory need not hold two copies of the
 model. Random weights are drawn in fp32 and rounded to the requested dtype, one tensor at a time. So, up to rounding, a
 seed gives the same initial weights in every dtype.
 """
@@ -94,15 +94,15 @@ def describe(run: Run, plans: bool = False) -> Described:
 
 
 def architecture(spec: schema.Model) -> PretrainedConfig:
-    """Returns the model's configuration. With published weights, keys of `model.architecture` override published keys,
-    except dtype.
+    """Returns the model's configuration. With published weights, the keys of `model.architecture`, except dtype,
+    override published keys.
 
     Raises:
         Refused: the folder contains an adapter; the configuration cannot be read; the weight files of a folder are
             missing or damaged; the weights are quantized, or have layers that the configuration does not have (files of
             a hub id are checked only if they are on this machine); `model.architecture` lacks model_type, has a key
-            that the architecture does not have, or a value with which the architecture does not work; or the model is
-            not a causal language model.
+            that the architecture does not have, or has a value with which the architecture does not work; or the model
+            is not a causal language model.
     """
     _refuse_adapter(spec.name)
     name, pretrained, config = spec.name, spec.pretrained, _configuration(spec)
@@ -189,8 +189,9 @@ def _untie(config: PretrainedConfig) -> None:
 
 
 def _tell_differences(spec: schema.Model, found: Compared | None) -> None:
-    """Logs how many tensors of the files the model class does not use, and the name of the first. Logs another message
-    if the configuration ties the output layer to the embedding although the files contain different values for them."""
+    """Logs the number of tensors in the files that the model class does not use, and the name of the first such tensor.
+    Logs another message if the configuration ties the output layer to the embedding although the files contain
+    different values for them."""
     if found and found.unused:
         first, *more = found.unused
         which = f"{1 + len(more)} tensors in its files are" if more else "a tensor in its files is"
@@ -225,8 +226,8 @@ def _configuration(spec: schema.Model) -> PretrainedConfig:
 
 def _refuse_impossible(config: PretrainedConfig, typed: Mapping[str, object]) -> None:
     """Raises Refused for two kinds of values that transformers accepts in a configuration, but with which the model
-    fails: a typed num_key_value_heads that does not divide the number of heads, and a dropout probability that is not
-    between 0 and 1. Args: typed: keys and values of `model.architecture`."""
+    fails: a num_key_value_heads in `model.architecture` that does not divide the number of heads, and a dropout
+    probability that is not between 0 and 1. Args: typed: keys and values of `model.architecture`."""
     values = config.get_text_config(decoder=True).to_dict()
     heads, groups = values.get("num_attention_heads"), typed.get("num_key_value_heads")
     # not checked for multi-head latent attention (config keys such as kv_lora_rank) and JetMoe (kv_channels), which do
@@ -249,8 +250,9 @@ def vocab_size(config: PretrainedConfig) -> int:
 
 
 def tokenizer_of(run: Run) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer that `tokenizer=` names, or without this key the tokenizer of `model.name`. Returns None if
-    the model has only an architecture and no `tokenizer=`: then a tokenizer will be trained on the data."""
+    """Returns the tokenizer that `tokenizer=` names, or the tokenizer of `model.name` if this key is not set. Returns
+    None if the key is not set and the model has only an architecture. In this case, a tokenizer will be trained on the
+    data."""
     spec = run.model
     if run.tokenizer is not None:
         return tokenizer(run.tokenizer, spec.trust_remote_code, key="tokenizer")
@@ -353,9 +355,9 @@ def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: boo
     """Returns the dtype in which `causal_lm` (`training/build.py`) loads a run's weights, unless `stored_narrower` or a
     saved adapter (`adapter.path`) determines another dtype.
 
-    This is `run.loaded_in`, with one exception for weights.drive=, since host memory may not have room for fp32 copies:
-    weights that are published in the dtype of matmul inputs, and with `in_16_bits` all weights, are loaded in the dtype
-    of matmul inputs. The exception does not apply to a model to which tokens are added.
+    This is `run.loaded_in`, with one exception. With weights.drive=, host memory may not have room for fp32 copies, so
+    weights that are published in the dtype of matmul inputs are loaded in this dtype. With `in_16_bits`, this holds for
+    all weights. The exception does not apply to a model to which tokens are added.
 
     Args:
         run: the settings.
@@ -371,9 +373,9 @@ def read_in(run: Run, described: Described, in_16_bits: bool = False, plans: boo
 
 def stored_in(described: Described, plans: bool) -> torch.dtype | None:
     """Returns the dtype of a model's published weights if all of them are bf16, or all of them are fp16. Otherwise
-    returns None, and also for random weights, for a model to which tokens are added, and if the files cannot be
-    inspected. Weights that are loaded in the returned dtype stay in mapped pages of their files, except joined tensors
-    (see `joins_tensors`). The operating system can evict these pages if memory is short.
+    returns None. Also returns None for random weights, for a model to which tokens are added, and if the files cannot
+    be inspected. Weights that are loaded in the returned dtype stay in mapped pages of their files, except joined
+    tensors (see `joins_tensors`). The operating system can evict these pages if memory is short.
 
     The dtype is read from the headers of the files, on this machine or on the hub. If the files have not been
     downloaded and `plans` is True, the dtype of the configuration is returned instead, which may be fp32 or None.
@@ -521,7 +523,7 @@ def drawn_in_fp32() -> Iterator[None]:
         return drawn
 
     draws = {name: widened(draw) for name, draw in initialization.TORCH_INIT_FUNCTIONS.items()}
-    # The guard makes the functions of torch.nn.init, which constructors of torch's modules call, use `draws`.
+    # Constructors of torch's modules call functions of torch.nn.init. The guard redirects these calls to `draws`.
     with patch.dict(initialization.TORCH_INIT_FUNCTIONS, draws), initialization.guard_torch_init_functions():
         yield
 

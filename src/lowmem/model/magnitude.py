@@ -18,8 +18,8 @@ WIDER = "Type precision=bf16, bf16-true or bf16-master, which have the range of 
 # Tolerance in multiples of a dtype's rounding error. Another order of summation changes a result by one or two rounding
 # errors; another function changes it by many more.
 ROUNDINGS = 8
-# Minimum tolerance, relative to the largest value. Different kernels for the same function give results that differ by
-# less; different functions give results that differ by a hundred times more.
+# Minimum tolerance, relative to the largest value. Results of different kernels for the same function differ by less
+# than this; results of different functions differ by a hundred times more.
 OTHER_KERNELS = 1e-4
 # A warning is logged if rounding turns more than this share of the nonzero values into 0. For normally distributed
 # weights in fp16, the share is a few millionths.
@@ -49,8 +49,8 @@ def same(
 
     Args:
         one, other: the results.
-        largest: the magnitude to which the tolerance is relative, usually the largest absolute value in the results:
-            the rounding error of a sum grows with its largest terms.
+        largest: the magnitude to which the tolerance is relative, usually the largest absolute value in the results,
+            because the rounding error of a sum grows with its largest terms.
         dtypes: the dtypes to which the two computations round.
         least: minimum tolerance, relative to `largest`; 0 if both computations use the same kernels.
     """
@@ -73,7 +73,7 @@ def check_holds(model: nn.Module, dtype: torch.dtype, advice: str) -> None:
 
 class Rounding:
     """Rounds tensors to a dtype, one at a time. If the dtype has a smaller range than the tensor's own dtype (fp16, and
-    slightly also bf16), also counts the nonzero values of the tensor (`all`), and the nonzero values that become 0
+    by a small margin bf16), also counts the nonzero values of the tensor (`all`), and how many of these become 0
     (`zeros`)."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -2,7 +2,7 @@
 
 If position ids restart at each document, transformers separates documents with a mask (B, 1, T, T). But if the model
 gets an attention mask or a cache, transformers silently ignores the boundaries between documents.
-`document_attention.py` gives the same results as this mask, up to rounding, without building it.
+Up to rounding, `document_attention.py` gives the same results as attention with this mask, without building the mask.
 
 Some models do not use position ids for their masks, and recurrent layers (state spaces, linear attention) ignore
 boundaries between documents. There is no list of such models, so each run tests its model in the run's precision:
@@ -110,7 +110,7 @@ def _depends(model: PreTrainedModel, packed: dict[str, Tensor], boundary: int) -
 
     Each boundary needs a separate forward pass, because compiled code frees its saved tensors in backward. If the model
     has a head, backward starts from the head's input instead of the logits, because a streamed head does not keep its
-    tiles for backward. The answer is the same, since the head computes each token independently.
+    tiles for backward. The answer is the same, since the head processes each token independently.
     """
     embedded: list[Tensor] = []
     features: list[Tensor] = []

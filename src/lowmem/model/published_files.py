@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightConverter
 
 from lowmem.system.torch_private import all_unexpected
 
-ROWS = 4096  # maximum number of rows of each of two matrices that are compared at once
+ROWS = 4096  # maximum number of rows that a comparison reads at once from each of two matrices
 # names of buffers that files of earlier transformers versions contain, and that model classes compute themselves
 _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$")
 _TRAINABLE = {"F64", "F32", "F16", "BF16"}  # dtypes in which weights can be trained, by their names in safetensors
@@ -50,8 +50,8 @@ _compared: dict[tuple, Compared] = {}
 
 
 def headers(folder: Path) -> dict[str, TensorHeader]:
-    """Returns name -> header of the tensors that transformers would read from a folder: the tensors of
-    model.safetensors, or without this file, of all files that model.safetensors.index.json names."""
+    """Returns the headers, by name, of the tensors that transformers would read from a folder. These are the tensors in
+    model.safetensors or, if this file does not exist, in all files that model.safetensors.index.json names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [single] if single.is_file() else []
     if not files and index.is_file():
@@ -70,7 +70,7 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 @cache  # because a search for a recipe calls this function many times
 def _header(file: Path, size: int, changed: int) -> dict[str, TensorHeader]:
-    """Returns name -> header of the tensors of a file. Args: file: the file; size, changed: its size and modification
+    """Returns the headers of a file's tensors, by name. Args: file: the file; size, changed: its size and modification
     time, which are part of the cache key."""
     with safe_open(file, "pt") as tensors:
         names = tensors.keys()

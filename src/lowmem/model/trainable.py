@@ -3,7 +3,7 @@ gradients, optimizer state and masters.
 
 Checkpoints do not contain frozen parameters. A resumed run loads frozen parameters from the model's files, or
 initializes them again from the seed. To detect changed values, the run then compares a digest of all tensors that the
-checkpoint does not contain with the digest in the checkpoint.
+checkpoint does not contain with the digest that the checkpoint stores.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ SAMPLE = 4096
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) of all parameters that require a gradient. Tied parameters are listed once."""
+    """Returns a pair (name, parameter) for each parameter that requires a gradient. Tied parameters are listed once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def parameters(model: nn.Module) -> int:
-    """Returns the number of parameters, including frozen parameters. The matrix of a `Packed` layer counts with its
-    number of elements before quantization."""
+    """Returns the number of parameters, including frozen parameters. For a `Packed` layer, counts the elements that its
+    matrix had before quantization."""
     return sum(p.numel() for p in model.parameters()) + sum(packed(model))
 
 

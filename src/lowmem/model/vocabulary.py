@@ -21,7 +21,7 @@ from lowmem.data.sources.chat_template import CHATML_TOKENS
 from lowmem.data.token_store import rows_of
 from lowmem.system.errors import Refused
 
-SUMMED_AT_ONCE = 4096  # number of rows that are summed at once: 64 MiB in fp32 for a hidden size of 4096
+SUMMED_AT_ONCE = 4096  # number of rows that are summed at once; they take 64 MiB in fp32 for a hidden size of 4096
 
 
 class Added(NamedTuple):

@@ -3,12 +3,12 @@ block. `StreamedWeights` (`streamed.py`) uses this module.
 
 A streamed block is then copied to the device at most twice per *window*, instead of twice per micro-batch. The
 gradients of each block's weights are summed on the device, and the sums are sent to the host once per window. So with
-early updates the host updates the master of such a weight as soon as the sum has arrived, and needs no buffer for the
-gradients of earlier micro-batches.
+early updates the host updates the master of a block's weight as soon as the weight's sum has arrived, and needs no
+buffer for the gradients of earlier micro-batches.
 
 Each micro-batch has its own thread, which runs the model's unchanged forward pass and `backward()`. Only one of these
-threads runs at a time. A thread waits at a barrier before each streamed block: in the block's forward pre-hook, and in
-backward in the hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, time goes from left to
+threads runs at a time. A thread waits at a barrier before each streamed block: in forward in the block's pre-hook, and
+in backward in the hook on the gradient of the block's output. With 2 micro-batches and 2 blocks, time goes from left to
 right:
 
     thread 0 | embedding |           | block 0 |         | block 1, head, loss |                     | block 1 backward
@@ -24,7 +24,7 @@ one of the threads run.
 
 The price is memory. The block inputs of all micro-batches exist at the same time (`gradient_checkpointing=offload`
 moves them to the host). The device also stores the fp32 sums of one block's gradients (4 bytes per trained parameter of
-the block), and sums that wait for their copy to the host (`Link.ahead`). If the head is streamed and tied to the
+the block), and sums that are waiting to be copied to the host (`Link.ahead`). If the head is streamed and tied to the
 embedding, host memory stores one gradient (V, H) of the head per micro-batch. A switch between threads takes about 20
 microseconds. Sources: RoundPipe, arXiv 2604.27085; GreedySnake, arXiv 2512.17570.
 """
@@ -49,8 +49,8 @@ END: Barrier = ("end", 0)
 
 
 class MicroBatchCancelled(Exception):
-    """Raised in the thread of a micro-batch to end this thread, after another micro-batch or the thread that called
-    `ByLayer.run` has failed. Must derive from `Exception`, because torch runs always_call hooks only after an
+    """Raised in the thread of a micro-batch to end this thread, because another micro-batch, or the thread that called
+    `ByLayer.run`, has failed. Must derive from `Exception`, because torch runs always_call hooks only after an
     `Exception`."""
 
 
@@ -75,7 +75,8 @@ class ByLayer:
         self._alive: list[int] = []  # micro-batches whose threads have not ended
         self._may_run = [threading.Semaphore(0) for _ in runs]
         self._all_ended = threading.Semaphore(0)
-        # the barrier that the first unfinished micro-batch has reached; the others must reach the same barrier next
+        # the barrier that the first unfinished micro-batch has reached; the other unfinished micro-batches must reach
+        # it next
         self._reached: Barrier = END
         # True: a micro-batch may end before the others. Allowed without gradients, because generated texts differ in
         # length.
@@ -124,9 +125,9 @@ class ByLayer:
     # --- a micro-batch's own thread -------------------------------------------------------------------------------
 
     def barrier(self, barrier: Barrier) -> None:
-        """Blocks the thread of the current micro-batch until all other unfinished micro-batches have reached the same
-        barrier, and the threads of earlier micro-batches have then stopped at the next barrier or ended. Saves the
-        states of the random number generators before the wait, and restores them after it.
+        """Blocks the thread of the current micro-batch until its next turn. By then, all other unfinished micro-batches
+        have reached the same barrier, and earlier micro-batches have gone on to the next barrier or have ended. Saves
+        the states of the random number generators before the wait, and restores them after it.
 
         Raises:
             Refused: the first unfinished micro-batch is at a different barrier.
@@ -184,8 +185,8 @@ class ByLayer:
         self.generators.pause(self.current)
 
     def _hand_on(self, number: int) -> None:
-        """Wakes the thread of the next unfinished micro-batch after `number` (after the last, the first). If all
-        micro-batches have ended, wakes the caller of `run`."""
+        """Wakes the thread of the next unfinished micro-batch after `number`; after the last, the first unfinished one.
+        If all micro-batches have ended, wakes the caller of `run`."""
         following = [other for other in self._alive if other > number] or self._alive
         (self._may_run[following[0]] if following else self._all_ended).release()
 
@@ -208,7 +209,8 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], AbstractContextM
     def applied() -> Iterator[None]:
         if stream is not None:  # `with stream:` is not thread-safe
             torch.accelerator.set_stream(stream)
-        in_this_thread = torch.autograd.set_multithreading_enabled  # entered last: inference mode changes it, too
+        # entered last, because inference mode also changes this setting
+        in_this_thread = torch.autograd.set_multithreading_enabled
         with modes(), torch.inference_mode(inference), torch.set_grad_enabled(wanted), in_this_thread(False):
             yield
 

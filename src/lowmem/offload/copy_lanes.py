@@ -5,10 +5,11 @@
     Lane    a pair of copy streams, one per direction    `CardLane` (CUDA, ROCm, XPU)    `AtOnceLane` (CPU)
     Mark    an event of a stream                         `torch.Event`                   `AtOnce`
 
-A copy starts after one mark (the source is computed, or the target is free), and returns another mark (the copy is
-complete). Both device and host can wait for a mark: `Lane.hold` makes the compute stream wait, and `Mark.synchronize`
-blocks the calling thread. `torch.Stream` and `torch.Event` have the same interface for every kind of card. On a CPU, a
-copy is complete when the call returns. `registered.py` wraps a lane, and defines another kind of mark, `Coming`.
+The method `copy` takes one mark, after which the copy starts (the source is computed, or the target is free), and
+returns another mark (the copy is complete). Both device and host can wait for a mark: `Lane.hold` makes the compute
+stream wait, and `Mark.synchronize` blocks the calling thread. `torch.Stream` and `torch.Event` have the same interface
+for every kind of card. On a CPU, a copy is complete when the call returns. `registered.py` wraps a lane, and defines
+another kind of mark, `Coming`.
 """
 
 import weakref

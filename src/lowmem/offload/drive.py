@@ -1,8 +1,8 @@
 """Swaps masters and optimizer state between host memory and files on a drive, for `StreamedWeights` (`streamed.py`).
 
 With weights.drive_holds=all the streamed weights of the blocks (16-bit, or packed 4-bit) are stored on the drive, too.
-In this module they are called 16-bit weights in both cases. There are two kinds of swap files: masters with optimizer
-state, and 16-bit weights. The host updates each trained weight once per window, usually in the order of the previous
+This module calls them "16-bit weights" in both cases. There are two kinds of swap files: masters with optimizer state,
+and 16-bit weights. The host updates each trained weight once per window, usually in the same order as in the previous
 window, so adjacent weights of a block share a swap file. In this module a swap file is "pinned" while its tensors must
 stay in memory. At most one swap file of each kind is pinned at a time. While the host updates its weights:
 
@@ -15,9 +15,9 @@ stay in memory. At most one swap file of each kind is pinned at a time. While th
     OnDrive      the swap files of a model, of both kinds: masters with optimizer state, and 16-bit weights
 
 A tensor that is swapped out keeps its Python object, but its data becomes a read-only view of the memory-mapped file. A
-checkpoint reads swapped tensors from the drive through this view. Before that, `check` reads all files in the calling
-thread. All other reads and writes run in the threads of the `Drive` (`system/scratch_file.py`). During training on a
-card the host thread of `link.py` pins the swap files. The threads that run forward and backward passes look up the
+checkpoint reads swapped tensors from the drive through this view. Before a checkpoint, `check` reads all files in the
+calling thread. All other reads and writes run in the threads of the `Drive` (`system/scratch_file.py`). During training
+on a card the host thread of `link.py` pins the swap files. The threads that run forward and backward passes look up the
 16-bit weights of blocks in the swap files, so each `SwapFiles` has a lock.
 
 With 8-bit optimizer state and split masters (bf16), a streamed parameter takes 6.03 bytes. With
@@ -49,11 +49,11 @@ BOUNCE = THREADS * PIECE  # bytes; size of the buffer through which new tensors 
 # Approximate number of swap files for the masters and optimizer state of a block. Fewer files need larger buffers, and
 # more files need more file descriptors (two per file).
 PARTS = 4
-# The masters and optimizer state of a block's smallest weights, which together have at most this share of the block's
-# elements, stay in memory and are not swapped. (`parts` also leaves out weights whose fp32 master is smaller than a
+# The smallest weights of a block, which together have at most this share of the block's elements, have no swap file:
+# their masters and optimizer state stay in memory. (`parts` also leaves out weights whose fp32 master is smaller than a
 # page.)
 SMALL = 0.01
-BLOCK, WEIGHTS = "block", "weights"  # together the `Key` of a block's 16-bit weights
+BLOCK, WEIGHTS = "block", "weights"  # (BLOCK, WEIGHTS) is the `Key` of a block's 16-bit weights
 MASTERS = ("master", "rest")  # names of the tensors that `HostWeight.master_tensors` returns
 
 Key = tuple[str, str]  # (the weight's name, the tensor's name), such as ("lm_head.weight", "master")
@@ -64,9 +64,9 @@ class Sizes(NamedTuple):
 
     tensors: int = 0  # tensors that are on the drive instead of in host memory
     files: int = 0  # the files; each tensor in a file is padded to full pages
-    room: int = 0  # memory limit of the buffers (`SwapFiles._room`); for both kinds of files, the sum of their limits
-    # part of `files` that each optimizer step reads and writes: all except weights of blocks that stream only frozen
-    # weights
+    room: int = 0  # memory limit of the buffers (`SwapFiles._room`), summed over both kinds of files in `OnDrive.sizes`
+    # part of `files` that each optimizer step reads and writes: all files except the weights of blocks whose streamed
+    # weights are all frozen
     stepped: int = 0
     masters: int = 0  # part of `tensors`: masters, or their lower halves
     weights: int = 0  # part of `files`: 16-bit weights of blocks
@@ -135,8 +135,8 @@ class SwapFile:
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Adds a tensor, or replaces the tensor that has this key, for example after the optimizer has created a new
-        tensor. If the file already has a place for the key, with this shape and dtype, the tensor is copied into
-        `memory`, unless the tensor already is a view of that place. Otherwise the next `store` writes the tensor."""
+        tensor. If the file already has a place for a tensor with this key, shape and dtype, the tensor is copied into
+        `memory`, unless it already is a view of that place. Otherwise the next `store` writes the tensor."""
         self._tensors[key], place = tensor, self._places.get(key)
         if place is None:
             return
@@ -344,7 +344,7 @@ class SwapFiles:
         return (memory for memory in [*inside, *self._spare] if memory is not None)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields all tensors of the swap files, both swapped out and in memory."""
+        """Yields all tensors of the swap files, whether they are swapped out or in memory."""
         return (tensor for swap_file in self._every for tensor in swap_file.tensors())
 
     @property
@@ -404,8 +404,8 @@ class SwapFiles:
         """Returns a buffer for a file: an unused buffer of equal size, or a new buffer. Before a new buffer is
         allocated, unused buffers are freed and other files are released, the oldest first, until the new buffer fits
         into the memory limit. If `waits` is False, files that are being read or written, and files that were read
-        ahead, are not released, and the result is None if the new buffer does not fit. If `waits` is True, a buffer
-        that still does not fit exceeds the limit. Args: waits: see `_bring`."""
+        ahead, are not released. If the new buffer still does not fit, it exceeds the limit if `waits` is True;
+        otherwise the result is None. Args: waits: see `_bring`."""
         size = swap_file.size
         # A new buffer for a large weight replaces all other buffers: the weight's first update creates optimizer state
         # that `size` does not include.
@@ -570,8 +570,8 @@ def failures_told(drive: Drive) -> Iterator[None]:
 
 
 def _view(memory: object, place: Span) -> Tensor:
-    """Returns a tensor that is a view of a buffer, but whose storage has only the bytes of this tensor, because
-    `torch.save` writes full storages. Args: memory: an object with the buffer protocol; place: the tensor's location in
-    the buffer."""
+    """Returns a tensor that is a view of a buffer. Its storage has only the bytes of this tensor, because `torch.save`
+    writes full storages. Args: memory: an object with the buffer protocol; place: the tensor's location in the
+    buffer."""
     flat = torch.frombuffer(memory, dtype=place.dtype, count=place.shape.numel(), offset=place.start)
     return flat.view(place.shape)

@@ -45,7 +45,7 @@ class GradientSink(NamedTuple):
 
     link: Link  # copies gradients to the host
     sum_of: Callable[[nn.Parameter], HostWeight]  # returns the object that sums the gradients of a weight
-    # called with a weight when all copies of its gradient of one micro-batch have been queued
+    # called with a weight when all copies of the weight's gradient in one micro-batch have been queued
     complete: Callable[[nn.Parameter], None]
 
 
@@ -240,7 +240,7 @@ class Edge(HeadSource):
 
 def summed_by_token(rows: Tensor, at: Tensor, padding: int, by_frequency: bool) -> Tensor:
     """Sums the gradients of all positions that have the same token. On a CPU the sums equal, bit for bit, the rows of
-    the dense gradient (V, H) that autograd computes, but take memory for N rows instead of V rows.
+    the dense gradient (V, H) that autograd computes. They take memory for N rows instead of V rows.
 
     Args:
         rows: (N, H), the gradient of each position; changed in place.

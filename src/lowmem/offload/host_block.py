@@ -73,7 +73,7 @@ class HostBlock:
         return self.spans[p].within(self.flat)
 
     def within(self, buffer: Tensor) -> dict[Tensor, Tensor]:
-        """Returns the view of `buffer` for each weight. Args: buffer: (bytes,), on any device, with the layout of
+        """Returns for each weight its view of `buffer`. Args: buffer: (bytes,), on any device, with the layout of
         `flat`."""
         return {p: span.within(buffer) for p, span in self.spans.items()}
 

@@ -84,8 +84,8 @@ class HostOptimizer(WindowOptimizer):
             NotFinite: the gradient is not finite, and earlier updates of this window cannot be undone.
             DriveFailed: a drive that stores the master or the optimizer state failed.
 
-        On a card these errors occur in the host thread. A later call raises them, when it sends a gradient, or waits
-        for the link or for the weight.
+        On a card these errors occur in the host thread. They are then raised by a later call that sends a gradient, or
+        that waits for the link or for the weight.
         """
         master = self.masters[p]
         self._fetch(p, master.add if self.link.lends else master.use)
@@ -157,8 +157,8 @@ class HostOptimizer(WindowOptimizer):
             master.complete = False
 
     def _collected(self) -> list[HostWeight]:
-        """Returns the masters whose gradient of this window has not been applied yet, in the model's order, so that the
-        weights that the next forward pass reads first are updated first."""
+        """Returns the masters whose gradient of this window has not been applied yet. They are in the model's order, so
+        that the weights that the next forward pass reads first are updated first."""
         return [master for master in self.masters.values() if master.complete]
 
     # --- one master -----------------------------------------------------------------------------------------------
@@ -220,7 +220,8 @@ class HostOptimizer(WindowOptimizer):
         return (buffer for buffer in sums if buffer is not None)
 
     def stored_beside(self) -> Iterator[tuple[nn.Parameter, str, dict[str, object]]]:
-        """Yields (parameter, its name, host values by name: the master or its lower half, and the optimizer state)."""
+        """Yields for each weight (parameter, name, host values). The host values, by name, are the master or its lower
+        half, and the optimizer state."""
         return map(self._stored_beside, self.masters.values())
 
     def _stored_beside(self, master: HostWeight) -> tuple[nn.Parameter, str, dict[str, object]]:

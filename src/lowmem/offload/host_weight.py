@@ -12,8 +12,8 @@ during the update, too.
 
 On a card the link's host thread adds gradients and updates weights: it calls `add`, `use`, `use_rows`, `gradient`,
 `narrow`, `step`, `master_tensors` and `used`. Meanwhile other threads may call `tensors`, and may read `sum` and the
-attributes that are not reassigned during training: `wide` (but not its data), `weight` and `host_block`. Other threads
-call or change anything else only while the host thread is idle.
+attributes that are not reassigned during training: `wide` (but not its data), `weight` and `host_block`. These threads
+may call other methods, or change attributes, only while the host thread is idle.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class HostWeight:
 
     def _round_weight(self, dtype: torch.dtype) -> None:
         """Keeps the weight's value in fp32 as the master, and rounds the weight to `dtype`. If the weight was loaded in
-        16 bits, or an earlier fit has rounded it, the master begins with the 16-bit value."""
+        16 bits, or an earlier fit has rounded it, the master starts from the 16-bit value."""
         self.wide.data = self.wide.data.float().contiguous()
         self.weight.data = rounded_to(self.wide.data, dtype)
 
@@ -104,8 +104,8 @@ class HostWeight:
 
     def add(self, start: int, piece: Tensor) -> None:
         """Adds a piece of a gradient to `sum`. If `sum` is None, a new `sum` is allocated with the dtype of the
-        gradient. A 16-bit `sum` is converted to fp32 for the second gradient of a window, and for an fp32 gradient (a
-        sum over micro-batches, see `by_layer.py`).
+        gradient. A 16-bit `sum` is converted to fp32 before the second gradient of a window is added, and before an
+        fp32 gradient (a sum over micro-batches, see `by_layer.py`) is added.
 
         Args:
             start: index of the first element of the piece in the gradient; the pieces of a gradient come in order.
@@ -306,7 +306,7 @@ def rounded_to(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def by_itself(tensor: Tensor) -> Tensor:
-    """Returns a tensor that shares memory with `tensor`, but whose storage has only the bytes of this tensor.
+    """Returns a tensor that shares memory with `tensor`. The storage of the result has only the bytes of `tensor`.
     `torch.save` writes full storages, and the storage of a `HostBlock` contains all weights of the block, including
     frozen weights, which a checkpoint must not store. Args: tensor: contiguous, in host memory."""
     flat = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())

@@ -12,8 +12,8 @@ new weights back. `HostOptimizer`, `MasterWeights`, `StreamedWeights` and `Edge`
 
 In the other modules of this folder, "the host thread" is the "host-step" thread. The training thread queues updates
 after backward; autograd's thread queues early updates (`HostOptimizer`). With weights.order=by_layer the thread of the
-micro-batch runs forward and backward, so that thread calls `wait` and `fetch`, and queues early updates. At the end of
-the window the training thread calls `fetch` for the sums of gradients that no micro-batch has sent.
+micro-batch runs forward and backward, calls `wait` and `fetch`, and queues early updates. At the end of the window the
+training thread calls `fetch` for the sums of gradients that no micro-batch has sent.
 
 The staging slots have a fixed total size. If the device is faster than the host, `fetch` blocks until a slot is free,
 so the bytes on their way to the host are limited. If gradients come in bursts (`by_layer.py`), the "gradients"
@@ -55,7 +55,8 @@ class Link:
     """The interface of a link, and the link of a CPU. The CPU is both device and host, so all work is done in place,
     before the call returns."""
 
-    # True: a piece that `Receive` gets is in staging memory, which is overwritten after the call, so it must be copied
+    # True: a piece that `Receive` gets is in staging memory, which is overwritten after the call, so the piece must be
+    # copied
     lends = False
     # bytes of gradients that may wait on the device for a staging slot after `fetch` has returned; 0: `fetch` itself
     # waits for the slots. Set this before the first job, which starts the threads.
@@ -95,7 +96,7 @@ class Link:
         update, or work before it, failed."""
 
     def finish(self) -> None:
-        """Blocks until the host has done all queued work. Raises the first error of the link's threads, also if an
+        """Blocks until the host has done all queued work. Raises the first error of the link's threads, even if an
         earlier call has already raised this error."""
 
     def close(self) -> None:
@@ -209,12 +210,13 @@ class StagedLink(Link):
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
         self._up = Staging(lane, slot_bytes, slots)
-        # id of a weight -> future mark: set when the copy of the updated weight is queued, reached when it is complete
+        # id of a weight -> future of the mark of its new value's copy. The future is set when the copy is queued; the
+        # mark is reached when the copy is complete.
         self._coming: dict[int, Future[Mark]] = {}
         # queues of the two threads; None ends the thread
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # for "host-step": pieces and updates
         self._leaving: queue.SimpleQueue[Gradient | Job | None] = queue.SimpleQueue()  # for "gradients"
-        # bytes of each gradient that the "gradients" thread has sent: all its copies are launched, or one has failed
+        # bytes of each gradient that the "gradients" thread has finished: all copies are launched, or one has failed
         self._sent: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._waiting = 0  # upper bound of the bytes of gradients that still wait on the device
         self._failed: BaseException | None = None  # the first error of a thread
@@ -279,7 +281,7 @@ class StagedLink(Link):
 
     def update(self, weight: Tensor, compute: Compute) -> None:
         assert id(weight) not in self._coming, "a forward pass did not wait for this weight's last update"
-        read, coming = self.lane.mark(), Future()  # `read`: kernels have read the old weight
+        read, coming = self.lane.mark(), Future()  # `read` is reached when queued kernels have read the old weight
         self._coming[id(weight)] = coming
 
         def job() -> None:
@@ -342,7 +344,7 @@ class StagedLink(Link):
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # later `fetch` and `finish` raise the error; later jobs compute nothing
+            except BaseException as error:  # later calls of `fetch` and `finish` raise it; later jobs compute nothing
                 self._failed = self._failed or error
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Implements the callback that creates the fp32 masters of 16-bit weights in host memory, and connects the masters to
 the training loop.
 
-The card keeps only the 16-bit weights (2 bytes per parameter; of streamed weights only those in use). Host memory keeps
-the fp32 masters (`host_weight.py` describes other forms of masters), the optimizer state, and the gradients of an
+The card keeps only the 16-bit weights (2 bytes per parameter), and of streamed weights only those in use. Host memory
+keeps the fp32 masters (`host_weight.py` describes other forms of masters), the optimizer state, and the gradients of an
 optimizer step. (With weights.drive= a drive keeps masters and optimizer state of streamed weights.)
 
 In the order of a run, the callback
@@ -116,8 +116,8 @@ class MasterWeights(Callback):
         return HostOptimizer(inner, self.masters, self.weights, self.link)
 
     def _restored(self, inner: Optimizer, wide: nn.Parameter) -> None:
-        """Hands the optimizer state of one weight, which has just been restored from a checkpoint, to `weights`, so
-        that a drive can store the state."""
+        """Hands optimizer state that has just been restored from a checkpoint to `weights`, so that a drive can store
+        the state. Each call hands on the state of one weight."""
         master = next(master for master in self.masters.values() if master.wide is wide)
         self.weights.bring_in(master.weight)
         self.weights.put(master.weight, master.name, inner.state[wide])

@@ -1,9 +1,9 @@
 """Gives each micro-batch of a window its own random number generator state, so that dropout masks do not depend on the
 order of execution.
 
-A window is the group of micro-batches of one optimizer step. The micro-batches run one after the other, or with
-weights.order=by_layer alternately: all micro-batches compute a block before any computes the next block. In both orders
-a micro-batch must draw the same random numbers, so the initial states are:
+A window is the group of micro-batches of one optimizer step. The micro-batches run one after the other, or take turns
+with weights.order=by_layer: all micro-batches compute a block before any of them computes the next block. In both
+orders a micro-batch must draw the same random numbers, so the initial states are:
 
     micro-batch 0           the generators' current state
     micro-batch n > 0       seeded from a SHA-256 digest of n and of the states at the beginning of the window

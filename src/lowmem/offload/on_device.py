@@ -94,7 +94,7 @@ class WeightsOnDevice:
         return gradient
 
     def bring_in(self, p: nn.Parameter) -> None:
-        """Reads the tensors that the update of a weight needs from the drive into host memory: the master, the
+        """Reads from the drive into host memory the tensors that the update of a weight needs: the master, the
         optimizer state and, with weights.drive_holds=all, the block's 16-bit weights. A no-op without a drive. Call
         this method before the host updates the weight, and before `put` is called with tensors that were created or
         restored. Raises: DriveFailed: a read or write failed."""

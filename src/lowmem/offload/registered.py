@@ -88,8 +88,8 @@ class Registered:
         self.lane.hold(_queued(until))
 
     def close(self) -> None:
-        """Waits for all copies, ends the "staging" thread, and unregisters the memory. Raises an error of the last
-        copy."""
+        """Waits for all copies, ends the "staging" thread, and unregisters the memory. Raises the error of the last
+        copy if it has failed."""
         try:
             self._last.synchronize()
         finally:

@@ -35,11 +35,11 @@ A `HostBlock` (`host_block.py`) stores the weights of a block; a `Slot` is devic
 `_bind` makes a block's weights views of the slot. Between `move_in` and `stop`, a streamed weight that is not bound is
 a placeholder without memory: NaN, or 0 for packed 4-bit weights (`nowhere`).
 
-Saves 2 bytes of device memory per streamed 16-bit parameter of a block, less the memory of the slots. Copies up to 4
-bytes per such parameter and micro-batch to the device: 2 in forward and 2 in backward. With weights.order=by_layer the
-copies are up to 4 bytes per parameter and window instead. The copies take no extra time if each block computes for
-longer than the next block's copy takes. Sources: Pudipeddi et al. 2020, arXiv 2002.05645; Ren et al. 2021, arXiv
-2101.06840.
+Streaming saves 2 bytes of device memory per streamed 16-bit parameter of a block, minus the memory of the slots. It
+copies up to 4 bytes per such parameter and micro-batch to the device: 2 in forward and 2 in backward. With
+weights.order=by_layer the copies are up to 4 bytes per parameter and window instead. The copies take no extra time if
+each block computes for longer than the next block's copy takes. Sources: Pudipeddi et al. 2020, arXiv 2002.05645; Ren
+et al. 2021, arXiv 2101.06840.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,7 +100,7 @@ class StreamedWeights(WeightsOnDevice):
 
     Args:
         layout: the weights that are streamed.
-        slots: number of streamed blocks whose weights have room on the device at the same time. Backward allocates more
+        slots: number of streamed blocks whose weights can be on the device at the same time. Backward allocates more
             slots if more blocks are recomputed together.
         by_layer: True: all micro-batches of a window compute a block before any computes the next block.
         drive: stores masters and optimizer state of streamed weights; None: host memory stores them.
@@ -185,8 +185,8 @@ class StreamedWeights(WeightsOnDevice):
             self._on_drive.put(p, name, tensors)
 
     def on_drive(self, host_tensors: Iterable[tuple[nn.Parameter, str, Mapping[str, object]]]) -> Sizes:
-        """Returns the sizes on a drive of masters and optimizer state, and with `drive_weights` also of the blocks'
-        weights. Needs no drive: the planner calls this method. Args: host_tensors: for each weight, the arguments of
+        """Returns the sizes that masters and optimizer state, and with `drive_weights` also the blocks' weights, have
+        on a drive. The planner calls this method without a drive. Args: host_tensors: for each weight, the arguments of
         `put`."""
         on_drive = self._stored_by(None)
         for p, name, tensors in host_tensors:
@@ -228,8 +228,8 @@ class StreamedWeights(WeightsOnDevice):
         self.lane = self.lane or lane_of(self.device)
         self._up = Registered(self.lane, [*self.host_tensors()], reads=self._reads)
         if sink is not None and self.overlaps:
-            # Without a shared heap, each micro-batch's thread would have its own heap: 1.8 GiB more for GPT-2 XL at
-            # 8 x 256 tokens.
+            # Without a shared heap, each micro-batch's thread would have its own heap, and GPT-2 XL at 8 x 256 tokens
+            # would take 1.8 GiB more host memory.
             share_heap()
             # The fp32 sums of a block's gradients are sent in one burst. If the full block is trained, the burst has
             # twice the size of the block's 16-bit weights. Half of the largest burst may wait on the card.

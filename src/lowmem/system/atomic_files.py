@@ -53,8 +53,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_cache_write(path: Path) -> Iterator[Path]:
     """Yields a draft path of this process, for a file or a folder of a cache. When the `with` ends, the draft is
-    renamed to `path`. This replaces a file; but if the folder `path` already exists, for example because another
-    process has created it meanwhile, that folder is kept and the draft is deleted.
+    renamed to `path`. If `path` is an existing file, it is replaced. If `path` is an existing folder, for example
+    because another process has created it meanwhile, the folder is kept and the draft is deleted.
 
     Nothing is synced to the disk, so code that reads the cache must verify the content. After an error the draft is
     deleted.

@@ -1,8 +1,9 @@
 """Makes torch use deterministic algorithms (`deterministic=true`), so that runs on a GPU are bitwise reproducible.
 
-By default some CUDA kernels add values in the order in which thread blocks finish, for example the backward pass of
-attention and scatter-add. Results on a CPU are reproducible with an equal number of threads. Deterministic kernels are
-slower, and cuBLAS needs a workspace of 32 MiB (docs.nvidia.com/cuda/cublas, "Results reproducibility").
+By default some CUDA kernels, for example those for scatter-add and for the backward pass of attention, add values in
+the order in which thread blocks finish. Results on a CPU are reproducible with an equal number of threads.
+Deterministic kernels are slower, and cuBLAS needs a workspace of 32 MiB (docs.nvidia.com/cuda/cublas, "Results
+reproducibility").
 """
 
 import os
@@ -32,7 +33,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     filled, tuned = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     os.environ.setdefault(WORKSPACE, ":4096:8")  # 8 buffers of 4 MiB; cuBLAS reads the variable before its first matmul
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # filling only finds errors in kernels, and takes time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling only helps to find bugs, and takes time
     torch.backends.cudnn.benchmark = False  # otherwise cuDNN chooses the algorithm that is fastest in a trial run
     try:
         yield

@@ -20,15 +20,15 @@ class Ranks(Protocol):
 @contextmanager
 def fail_together(ranks: Ranks) -> Iterator[None]:
     """Context manager for work that every rank does, or that rank 0 does for all ranks. All ranks must enter the
-    `with`. At the end of the `with`, the ranks exchange whether their work succeeded. The work of rank 0 has no time
-    limit. If another rank's work takes longer than the timeout of collectives, the ranks that wait for it fail.
+    `with`. At the end of the `with`, the ranks tell each other whether their work succeeded. The work of rank 0 has no
+    time limit. If another rank's work takes longer than the timeout of collectives, the ranks that wait for it fail.
 
     Raises:
         RankLost: rank 0 has exited before the end of the `with`, or sends no heartbeat. (If another rank is lost,
             `all_gather` raises torch's error, which `process_group.py` converts to RankLost.)
         Exception: this rank's own error. If this rank succeeded, the error of the lowest rank that failed: an OSError
-            with errno and file, an error of KINDS with its message, or a RuntimeError that names the rank and the
-            original error.
+            with errno and file, an error of a class in KINDS with its message, or a RuntimeError that names the rank
+            and the original error.
     """
     failure = None
     with ranks.leave_after_rank_0("do its part"):

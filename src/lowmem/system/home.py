@@ -19,7 +19,7 @@ FOLDERS = (
 
 
 def replace_if_read_only() -> None:
-    """Sets environment variables so that libraries write to a temporary folder, if the home folder is not writable.
+    """If the home folder is not writable, sets environment variables so that libraries write to a temporary folder.
     Variables that are already set are kept. The cache of downloaded models (HF_HOME) stays in its folder.
 
     Must be called before the libraries are imported. Child processes use the same folder, which is deleted when this

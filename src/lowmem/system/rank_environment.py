@@ -5,7 +5,7 @@ Ranks are started in one of two ways:
 
 - by lowmem's own command (`lowmem.command.launch`), which claims the output folder and collects the ranks' reports;
 - by torchrun, or by another launcher that sets torchrun's variables. The ranks use a store (a TCPStore) to agree on the
-  output folder. If torchrun hosts the store, and several ranks have an equal error, the ranks also use the store so
+  output folder. If torchrun hosts the store, and several ranks raise the same error, the ranks also use the store so
   that only one of them prints the error to the terminal.
 
 This module imports torch only to use the store, so that a process knows its rank before torch is imported.
@@ -29,7 +29,9 @@ REPORTS = "LOWMEM_REPORTS"  # environment variable: the file descriptor to which
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables of torchrun's protocol
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # environment variables: the address of the store
 LOG = "output.log"  # name of the file with the output of a rank or a job, in its folder
-MOST = 4000  # maximum characters of the beginning, and of the end, of a long message in a report (see `_shortened`)
+# maximum number of characters that a report keeps of the beginning, and of the end, of a long message (see
+# `_shortened`)
+MOST = 4000
 ORPHANED = 30.0  # seconds that a rank has to write a checkpoint after the command that started it has exited
 LOOK = 0.1  # seconds between two polls of the store; Python handles signals between them
 
@@ -179,8 +181,8 @@ _terminal: list[int] = []  # file descriptor of the original stderr, if the outp
 
 
 def redirected(run: Path) -> None:
-    """Redirects stdout and stderr of a rank that torchrun started to the rank's own log. (lowmem's own command does
-    this for the ranks that it starts, except for rank 0.)"""
+    """Redirects this rank's stdout and stderr to its own log. Called in ranks that torchrun started. (lowmem's own
+    command does this for the ranks that it starts, except for rank 0.)"""
     log = folder(run, number()) / LOG
     log.parent.mkdir(exist_ok=True)
     _terminal.append(os.dup(sys.stderr.fileno()))

@@ -52,8 +52,8 @@ class Stop(Callback):
             trainer.should_stop = True
 
     def _agree(self, module: LightningModule) -> None:
-        """Tells all ranks which signal any rank has received, so that all ranks end after the same window. A collective
-        call."""
+        """Tells all ranks whether any of them has received a signal, and which signal, so that all ranks end after the
+        same window. A collective call."""
         if number := module.ranks.all_max(self._sent or 0):
             self.signal = signal.Signals(number)
 

@@ -138,8 +138,8 @@ class LeanFakeTensorMode(FakeTensorMode):
 
     def holding(self, tensor: Tensor) -> FakeTensor:
         """Returns a fake tensor with the storage of a meta tensor. Copies the attributes that are equal for all tensors
-        of a mode, because the constructor of FakeTensor, which sets each attribute, would take half of the time of each
-        operator."""
+        of a mode, because the constructor of FakeTensor, which sets each attribute, would account for half of the time
+        that each operator takes."""
         fake = Tensor._make_subclass(FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=CPU)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self.same_of_all)
@@ -316,8 +316,8 @@ def boundaries_count_as_real() -> AbstractContextManager:
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """Returns the index of each token's document in its row, (B, T), as `find_packed_sequence_indices` of transformers
-    counts documents."""
+    """Returns a tensor (B, T): for each token, the index of its document in the row. Counts documents like
+    `find_packed_sequence_indices` of transformers."""
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
 
@@ -327,7 +327,7 @@ def hand_on_first_tokens() -> None:
     host wait for the GPU.
 
     The loader sets the attribute `counted_first` of position ids: a list with the offset of each document's first token
-    in the concatenated rows, and at the end the total number of tokens. The patched function sets this list also on the
+    in the concatenated rows, and at the end the total number of tokens. The patched function also sets this list on the
     document indices from which masks are made. If each row is a single document, the patched function returns None, so
     that transformers makes masks without document indices. For position ids without `counted_first`, transformers reads
     the values from the GPU. Instead: an argument of transformers.
@@ -371,15 +371,15 @@ def known_first_tokens(mask_function: Callable, tokens: int) -> list[int] | None
 
 def tensors_count_as_real() -> AbstractContextManager:
     """Context manager in which transformers does not recognize fake tensors. Otherwise transformers would assume that a
-    graph is traced, and would materialize every mask. The patch is a lambda because a mock would keep references to all
-    tensors that it is called with. Instead: an argument of transformers."""
+    graph is being traced, and would materialize every mask. The patch is a lambda because a mock would keep references
+    to all tensors that it is called with. Instead: an argument of transformers."""
     return patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False)
 
 
 def rebuild_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Rebuilds DDP's buckets in the order in which gradients became ready. All ranks must call this function. Called
-    before training: DDP's own rebuild, in a later forward pass, would create new buckets while gradients still keep the
-    old buckets in memory. Instead: DDP's own rebuild."""
+    """Rebuilds DDP's buckets in the order in which gradients became ready. All ranks must call this function, and must
+    do so before training, because DDP's own rebuild, in a later forward pass, would create new buckets while gradients
+    still keep the old buckets in memory. Instead: DDP's own rebuild."""
     ddp.reducer._rebuild_buckets()
 
 

@@ -27,7 +27,7 @@ def unit(largest: float) -> tuple[int, str, int]:
 
 
 def duration(seconds: float) -> str:
-    """Returns 45.2 as "45 s", 754 as "13 min", 12000 as "3 h 20 min"."""
+    """Returns a duration as text: "45 s" for 45.2, "13 min" for 754, "3 h 20 min" for 12000."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -35,13 +35,15 @@ def duration(seconds: float) -> str:
 
 
 def quantity(count: int, noun: str) -> str:
-    """Returns 1 and "pair" as "1 pair", 1200 and "pair" as "1,200 pairs", 2 and "batch" as "2 batches"."""
+    """Returns a count with its noun: "1 pair" for (1, "pair"), "1,200 pairs" for (1200, "pair"), "2 batches" for (2,
+    "batch")."""
     plural = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def steps_or_seconds(every: object) -> tuple[float, float]:
-    """Parses an interval of steps or time. Returns (500, inf) for 500 and (inf, 1800.0) for "30min".
+    """Parses an interval in steps or minutes, and returns (steps, seconds): (500, inf) for 500, (inf, 1800.0) for
+    "30min".
 
     Raises:
         ValueError: `every` is neither a positive integer nor a positive number of minutes.

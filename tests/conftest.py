@@ -133,8 +133,8 @@ def beside(base: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
 
 @pytest.fixture
 def config(small):
-    """Returns a function: (overrides) -> the config of a small run. The config is not checked, because the check
-    refuses fp64, in which some tests compute."""
+    """Returns a function that takes overrides and returns the config of a small run. The config is not checked, because
+    the check refuses fp64, in which some tests compute."""
 
     def make(*overrides: str, base: tuple[str, ...] = small):
         return Run.from_draft(composed(beside(base, overrides)))
@@ -150,7 +150,7 @@ def no_picture(monkeypatch):
 
 @pytest.fixture
 def fit(small, tmp_path):
-    """Returns a function that trains a small run: (overrides) -> (summary, output folder)."""
+    """Returns a function that takes overrides, trains a small run, and returns its summary and output folder."""
     from lowmem.fit import fit
 
     def run(*overrides: str, folder: str = "run"):
@@ -161,7 +161,8 @@ def fit(small, tmp_path):
 
 @pytest.fixture
 def command(small, tmp_path, monkeypatch, capsys):
-    """Returns a function that runs `python train.py` in this process: (arguments) -> (exit code, all printed text)."""
+    """Returns a function that runs `python train.py` with these arguments in this process, and returns the exit code
+    and all printed text."""
     import train
 
     def run(*arguments: str, base: tuple[str, ...] | None = small) -> tuple[int, str]:

@@ -191,8 +191,8 @@ def test_streamed_benchmark_counts_two_copies_of_each_block_except_one_within_20
 
 
 def measured_quality():
-    """Returns ({name: increase in bits per byte}, spread of fp32's bits per byte across seeds). The increase of a
-    precision is over fp32. The increase of an optimizer is over AdamW, both with bf16-master."""
+    """Returns ({name: increase in bits per byte}, spread of fp32's bits per byte across seeds). A precision is compared
+    with fp32, and an optimizer with AdamW, both with bf16-master."""
     rows = {name: figures["new"] for name, figures in stored("quality")["rows"].items()}
     plain = {seed: rows[f"precision=32 seed={seed}"] for seed in SEEDS}
     lost = {

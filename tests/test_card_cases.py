@@ -69,8 +69,8 @@ def test_environment_of_a_benchmark_case_drops_user_allocator_settings_and_keeps
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Returns a function (arguments) -> (exit code, names of the cases that were begun), which runs the command with
-    three made-up cases. The cases start no processes."""
+    """Returns a function that takes arguments, runs the command with three made-up cases, and returns the exit code and
+    the names of the cases that were begun. The cases start no processes."""
     began, results = [], {}
     monkeypatch.setattr(cases, "CASES", tuple(Case(name, 30, f"made_up:{name}") for name in "abc"))
     monkeypatch.setattr(page, "CASES", cases.CASES)

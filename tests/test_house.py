@@ -32,7 +32,8 @@ RIGHT = [
 
 @pytest.fixture
 def found(tmp_path):
-    """Returns a function (right side of an assignment) -> violations that are reported for this line of code."""
+    """Returns a function that takes the right side of an assignment, and returns the violations that are reported for
+    this line of code."""
 
     def write(line):
         (tmp_path / "ours.py").write_text(OURS)

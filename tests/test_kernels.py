@@ -13,8 +13,8 @@ pytestmark = pytest.mark.docs
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Returns a function (setting with which the tests fail, or "") -> exit code. After a call, `ran.settings` has the
-    variables of each started pytest, and `ran.marks` the expression that selects tests."""
+    """Returns a function that takes the setting with which the tests fail, or "", and returns the exit code. After a
+    call, `ran.settings` has the variables of each started pytest, and `ran.marks` the expression that selects tests."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
 
     def run(failing="", units=("avx2",), shard="1/1"):

@@ -1,5 +1,5 @@
-"""Tests that a hanging test is ended at its time limit, and that each call of a function of `subprocess` that waits for
-a process, and of `communicate`, has a timeout. Calls of `os.system`, which cannot have one, are reported."""
+"""Tests that a hanging test is ended at its time limit, and that every call of `communicate`, or of a function of
+`subprocess` that waits for a process, has a timeout. Calls of `os.system`, which cannot have one, are reported."""
 
 import ast
 import os

@@ -144,8 +144,8 @@ def test_notebook_fails_if_reserved_memory_on_a_card_exceeds_the_limit(tmp_path,
 
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
-    """Returns a function (code, its replacement) -> cells with their outputs, which replaces this code and runs all
-    cells in a kernel."""
+    """Returns a function that replaces a piece of the notebook's code, runs all cells in a kernel, and returns the
+    cells with their outputs."""
     why = "pip install -e '.[dev]' installs what runs a notebook"
     nbclient = pytest.importorskip("nbclient", reason=why)
     pytest.importorskip("ipykernel", reason=why)

@@ -1,5 +1,5 @@
-"""Tests that every technique, and every pair of techniques from two groups that is not refused, equals the oracle
-(plain fp32 PyTorch) within its tolerance. The tests are generated from conf/.
+"""Tests that every technique equals the oracle (plain fp32 PyTorch) within its tolerance, alone and in every pair with
+a technique of another group, unless the pair is refused. The tests are generated from conf/.
 
 A new choice in conf/ is tested alone and with every choice of the other groups. tolerances.py must state its allowed
 deviation, and an optimizer other than AdamW needs its update rule in oracle.py.

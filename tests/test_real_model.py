@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture
 def trained(model, tmp_path):
-    """Returns a function (overrides) -> (summary, run folder), which trains the pretrained model."""
+    """Returns a function that takes overrides, trains the pretrained model, and returns (summary, run folder)."""
 
     def run(*lines, folder="run"):
         return fitted(model, tmp_path / folder, *lines), tmp_path / folder

@@ -36,8 +36,8 @@ FORMATTED = 'def told(a):\n    a = f"{a}"\n    b = f"{a:>{a}}"\n    c = b + f"c"
 
 @pytest.fixture
 def found(tmp_path):
-    """Returns a function (text of a.py, text of b.py) -> {"text": pairs of places with equal text, "shape": pairs of
-    places with equal shapes but different text}."""
+    """Returns a function that takes the texts of a.py and b.py, and returns {"text": pairs of places with equal text,
+    "shape": pairs of places with equal shapes but different text}."""
 
     def write(first, second):
         for name, source in (("a.py", first), ("b.py", second)):

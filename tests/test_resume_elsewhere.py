@@ -30,7 +30,8 @@ WRITERS = {"one": ("auto", 1), "fsdp": ("fsdp", 2)}
 
 @pytest.fixture(scope="module")
 def lines(small):
-    """Returns a function (strategy, number of processes, further overrides) -> all overrides of a run."""
+    """Returns a function that takes a strategy, a number of processes and further overrides, and returns all overrides
+    of a run."""
 
     def typed(strategy, size, *more):
         ours = {key(line): line for line in (f"strategy={strategy}", f"batch_size={TOGETHER // size}", *RUN, *more)}

@@ -17,7 +17,8 @@ from parity import CHOICES, SIBLINGS, shipped_but
 WIDE = ("model.architecture.n_embd=256", "model.architecture.n_layer=4", "seq_len=8", "batch_size=1")
 LONG = ("model.architecture.n_layer=8", "model.architecture.vocab_size=1024", "seq_len=128", "batch_size=8")
 SHAPES = {"weights": WIDE, "gradients": WIDE, "optimizer": WIDE, "activations": LONG}
-# Choice that is not measured here -> reason. "the yardstick": the default choice, with which others are compared.
+# Why a choice is not measured here. "the yardstick" is a default choice, with which the others of its group are
+# compared.
 SAVES_NOTHING = {
     "precision=32": "the yardstick",
     "optim=adamw": "the yardstick",
@@ -36,13 +37,13 @@ SAVES_NOTHING = {
 
 @pytest.fixture(scope="module")
 def known():
-    """Returns a dict that caches (shape, overrides) -> bytes by category at the peak of a run."""
+    """Returns a cache: a dict that maps (shape, overrides) to the bytes by category at the peak of a run."""
     return {}
 
 
 @pytest.fixture
 def held_bytes(fit, known):
-    """Returns a function (shape, overrides) -> bytes by category at the peak of a run."""
+    """Returns a function that takes a shape and overrides, and returns the bytes by category at the peak of a run."""
 
     def run(shape, *lines):
         if (shape, lines) not in known:

@@ -17,7 +17,7 @@ class Started(Exception):
 
 @pytest.fixture
 def start(fit, monkeypatch):
-    """Returns a function (overrides) -> initial weights of a run."""
+    """Returns a function that takes overrides and returns the initial weights of a run."""
     kept = []
 
     def keep(cfg, output_dir, data, module, *_):

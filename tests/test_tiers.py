@@ -90,7 +90,8 @@ def make_test():
 
 @pytest.fixture
 def chosen(pytester):
-    """Returns a function (arguments) -> names of the tests that pytest collects, or pytest's output if it fails."""
+    """Returns a function that takes arguments of pytest, and returns the names of the tests that pytest collects, or
+    pytest's output if it fails."""
 
     def collect(*arguments, tests=TESTS):
         pytester.makepyfile(tests)

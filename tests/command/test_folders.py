@@ -19,7 +19,8 @@ EIGHT = 8
 
 @pytest.fixture
 def race(processes, tmp_path):
-    """Returns a function: (arguments) -> (exit codes, error outputs) of commands that start at the same time."""
+    """Returns a function that starts several commands with the same arguments at once, and returns their exit codes and
+    error outputs."""
 
     def run(*arguments, count=EIGHT, claims=True):
         together = processes.Barrier(count)
@@ -40,7 +41,7 @@ def race(processes, tmp_path):
 
 
 def alone(folder: Path) -> dict[str, str]:
-    """Returns folder of a run -> number of the process that wrote its summary, as text."""
+    """Returns a dict that maps the folder of each run to the number, as text, of the process that wrote its summary."""
     return {str(file.parent.relative_to(folder)): file.read_text() for file in folder.rglob("summary.json")}
 
 

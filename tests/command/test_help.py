@@ -45,8 +45,8 @@ def unwrapped(text: str) -> str:
 
 @pytest.mark.parametrize("name", YAMLS, ids=str)
 def test_comment_parser_finds_every_key_of_each_yaml(name):
-    """The expected keys come from a YAML parser. The comment parser may skip keys in braces on one line, and `override
-    /group`."""
+    """The expected keys come from a YAML parser. The comment parser may skip keys inside braces on one line, and list
+    entries such as `override /group`."""
     found = help.comments(CONF / name)
     there = {key for key in keys_of(yaml.safe_load((CONF / name).read_text())) if "override" not in key}
     text = (CONF / name).read_text()
@@ -179,8 +179,8 @@ def test_tab_completion_of_plan_py_offers_the_key_gpu():
 
 @pytest.fixture
 def in_bash(tmp_path):
-    """Returns a function: (line of bash that installs completion) -> (completion of optim=lion, whether another
-    project's script ran)."""
+    """Returns a function that takes a line of bash that installs completion, and returns the completion of optim=lion
+    and whether another project's script ran."""
     (tmp_path / "stranger.py").write_text("open('ran', 'w').close()\n")
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (tmp_path / "python").chmod(0o755)

@@ -1,6 +1,7 @@
 """Tests runs of several ranks: which errors end all ranks, how such an error is reported, and that no process is left.
 
-Most ranks here are scripts of a few lines in place of train.py, without torch; the last tests start train.py.
+In most tests each rank runs a script of a few lines, without torch, in place of train.py; the last tests start
+train.py.
 """
 
 import json
@@ -59,8 +60,8 @@ def stops():
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    """Yields a function: (code that every rank runs, number of ranks) -> the result of `launch.run`, which starts the
-    ranks. Checks at the end that no rank is alive."""
+    """Yields a function that takes the code that every rank runs and the number of ranks, starts the ranks with
+    `launch.run`, and returns the result. Checks at the end that no rank is alive."""
     monkeypatch.setattr(launch.sweep, "script", tmp_path / "train.py")
     monkeypatch.setattr(launch, "SETTLE", 0.3)
     monkeypatch.setattr(launch, "GRACE", 0.5)
@@ -474,8 +475,8 @@ def test_folder_in_which_rank_1_has_written_metrics_counts_as_used(tmp_path):
 
 @pytest.fixture
 def typed(small, tmp_path):
-    """Yields a function: (arguments) -> the process of the command, whose output is in the file `said`. Kills the
-    processes at the end, and checks that no rank is alive."""
+    """Yields a function that takes the arguments of a command, starts the command, and returns its process. The output
+    is in the file `said`. Kills the processes at the end, and checks that no rank is alive."""
     started = []
 
     def start(*arguments: str, with_=(), **env: str) -> subprocess.Popen:

@@ -34,7 +34,8 @@ class Fails(Callback):
 
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
-    """Returns a function: (s<seed>=<way to fail>) -> overrides with which the jobs of these seeds fail."""
+    """Returns a function that takes arguments of the form s<seed>=<way to fail>, and returns overrides with which the
+    jobs of these seeds fail."""
     (tmp_path / "failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -144,8 +145,8 @@ def test_ctrl_c_lets_the_running_job_save_a_checkpoint_and_then_ends_the_sweep(t
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Returns a function: (code of a stand-in for train.py) -> the result of `sweep.job`. In the code, `summarised`
-    writes a summary."""
+    """Returns a function that takes the code of a stand-in for train.py, and returns the result of `sweep.job`. In the
+    code, the word `summarised` stands for a line that writes a summary."""
     (tmp_path / "job").mkdir()
     monkeypatch.setattr(sweep, "script", tmp_path / "train.py")
     summary = json.dumps({"interrupted": True, "overrides": ["lr=1"]})
@@ -179,8 +180,8 @@ def test_job_ended_by_a_signal_or_without_a_summary_has_failed(job, tmp_path, ca
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """Returns a function: (exit code, stderr, whether the job writes a summary) -> the result of `sweep.job`, without a
-    process. `ran.words` is the command of the job."""
+    """Returns a function that takes an exit code, a text for stderr, and whether the job writes a summary, and returns
+    the result of `sweep.job`, which starts no process. `ran.words` is the command of the job."""
     summary = json.dumps({"interrupted": False, "overrides": ["lr=1"]})
 
     def run(code=0, stderr="", summarised=True):

@@ -1,4 +1,5 @@
-"""Cards by name and by size: which part of a card's memory a run can use. The CUDA context must count once."""
+"""Tests how much of a card's memory a run can use, for cards given by name and by size. The CUDA context must be
+counted once."""
 
 import os
 import subprocess

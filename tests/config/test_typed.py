@@ -476,8 +476,8 @@ OWN = ("+loss.path=[a,b]", "+loss.target=3", "+loss.alpha=-1", "+loss.dropout=1.
 
 @pytest.fixture
 def a_yaml_of_ones_own(tmp_path, monkeypatch):
-    """Yields a function (package) -> overrides that choose the class `Weighted` of this package. For the schema, a yaml
-    file that names this class replaces the files of conf/."""
+    """Yields a function that takes the name of a package, and returns overrides that choose the class `Weighted` of
+    this package. For the schema, a yaml file that names this class replaces the files of conf/."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def written(package):
@@ -573,8 +573,8 @@ def misspelt(draw, words):
 
 @st.composite
 def lines(draw):
-    """Draws overrides of one choice or key. They have the name and value in conf/, or an unknown, misspelt or removed
-    name or another value."""
+    """Draws overrides of one choice or key. Each override has its name and value from conf/, or an unknown, misspelt or
+    removed name, or another value."""
     value = draw(st.one_of(st.sampled_from(VALUES), text_values()))
     group = draw(st.sampled_from(GROUPS))
     choice = draw(st.sampled_from(CHOICES[group]))
@@ -595,7 +595,7 @@ def as_typed(value: object) -> str:
 
 
 def outcome(arguments: list[str]) -> str:
-    """Runs the checks of a command that come before data are read and weights are created.
+    """Runs the checks that a command makes before it reads data and creates weights.
 
     Returns:
         "runs", or a text that names the check that refused the command line.

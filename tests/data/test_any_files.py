@@ -127,7 +127,7 @@ def test_tokens_of_text_files_with_arbitrary_bytes_and_names_decode_to_the_text_
 @pytest.mark.wrong
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")  # the repr of the failing example's files
 def test_planted_text_reader_faults_fail_the_arbitrary_files_test(tmp_path, monkeypatch):
-    """With each planted fault the arbitrary files test must raise an error other than `Refused`."""
+    """With each planted fault, the test of arbitrary files must raise an error other than `Refused`."""
     for of, name, fault in (
         (reading, "shown", lambda file: str(file)[10**9]),  # an IndexError while an error message is built
         (

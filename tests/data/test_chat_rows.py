@@ -1,5 +1,5 @@
-"""Conversations of which a part could be lost: the template omits a part, tool calls have arguments, answers need
-several rows, answers are empty, or records are skipped. Such a part must be kept, refused or reported.
+"""Tests cases in which part of a conversation could be lost: the template omits a part, tool calls have arguments,
+answers need several rows, answers are empty, or records are skipped. Such a part must be kept, refused or reported.
 
 Each small template has one property of a published chat template. Expected rows are written by hand. `marked` and
 `encoded` are defined in `test_chat.py`.
@@ -346,7 +346,7 @@ DROPS = turns(  # drops the reasoning before a call once an answer follows
 
 def test_row_keeps_reasoning_before_a_tool_call_that_the_template_drops_once_the_answer_follows():
     """Once an answer follows the tool call, the template drops the reasoning before the call. The row is therefore
-    built from the rendered prompt for the answer, which contains the reasoning."""
+    built from the prompt that is rendered for the answer, because this prompt contains the reasoning."""
     looks = message("assistant", reasoning_content="I am", tool_calls=[PARIS])
     assert learned(DROPS, USER, looks, message("tool", "26"), ANSWER) == [
         f"{START}U:hello{END}{START}A:[<think>I am</think> call weather"
@@ -517,8 +517,8 @@ def test_notes_of_a_chat_source_count_its_empty_answers_skipped_records_and_toke
 
 
 def test_too_long_conversation_is_refused_with_its_line_after_records_with_two_rows_or_none(tmp_path):
-    """The records before the too long conversation have two rows, one row and no row, so numbers of rows and lines
-    differ."""
+    """The records before the conversation that is too long have two rows, one row and no row, so row numbers and line
+    numbers differ."""
     long = conversation("hello", "I am fine " * 60)
     made = source(
         tmp_path, [SEVERAL, conversation("sat", "on"), {"messages": 5}, long, SEVERAL], too_long="refuse", skip_bad=True

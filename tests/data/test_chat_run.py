@@ -27,7 +27,7 @@ CHAT = (
 
 @pytest.fixture
 def chat(config):
-    """Returns a function (overrides) -> config of a small run on the conversations in examples/."""
+    """Returns a function that takes overrides and returns the config of a small run on conversations of examples/."""
 
     def make(*overrides, path=ROOT / "examples" / "chat.jsonl"):
         another = any(line.startswith("model=") for line in overrides)  # has other architecture keys

@@ -19,7 +19,7 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "a
 
 @pytest.fixture
 def source(tmp_path):
-    """Returns a function () -> a text source of the files as they are at the time of the call."""
+    """Returns a function that returns a text source of the files as they are at the time of the call."""
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(4):
@@ -30,8 +30,8 @@ def source(tmp_path):
 
 @pytest.fixture
 def tokens(source, tmp_path):
-    """Returns a function () -> (digest of the arrays of both splits, tokenizer as JSON). The function reads arrays and
-    tokenizer through the cache."""
+    """Returns a function that reads the arrays and the tokenizer through the cache, and returns a digest of the arrays
+    of both splits and the tokenizer as JSON."""
 
     def read():
         made = token_store.tokenize(source(), tmp_path / "cache", 300)

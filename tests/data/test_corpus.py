@@ -1,4 +1,4 @@
-"""Which files a text source reads, and which of them are held out for validation."""
+"""Tests which files a text source reads, and which of them are held out for validation."""
 
 import os
 import shutil

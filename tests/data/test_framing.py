@@ -1,5 +1,5 @@
-"""Rows and prompts have the tokens that a call of the tokenizer returns, and the exported tokenizer returns the same
-tokens for a text."""
+"""Tests that rows and prompts have the tokens that a call of the tokenizer returns, and that the exported tokenizer
+returns the same tokens for a text."""
 
 import json
 import logging
@@ -259,7 +259,7 @@ def mixture(folder, **bos):
     """Returns a mixture of text sources.
 
     Args:
-        bos: name of each part -> its data.bos.
+        bos: maps the name of each part to its data.bos.
     """
     for name in bos:
         (folder / f"{name}.txt").write_text("the cat sat on the mat\n" * 40)

@@ -1,5 +1,5 @@
-"""Local folders that are laid out like data sets of the hub: data=hub reads the records that data=csv or data=jsonl
-reads."""
+"""Tests that data=hub reads, from local folders laid out like data sets of the hub, the records that data=csv or
+data=jsonl reads."""
 
 import json
 from itertools import islice

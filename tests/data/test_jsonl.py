@@ -308,7 +308,7 @@ def test_tokens_of_arbitrary_jsonl_lines_decode_to_the_texts_of_valid_lines_or_f
 
 @pytest.mark.wrong
 def test_planted_jsonl_reader_faults_fail_the_arbitrary_lines_test(tmp_path, monkeypatch):
-    """With each planted fault the arbitrary lines test must raise an error other than `Refused`."""
+    """With each planted fault, the test of arbitrary lines must raise an error other than `Refused`."""
     for of, name, fault in (
         (jsonl, "fields_of", json.loads),
         (records, "place", lambda line: 1 / (len(line) % 20)),
@@ -374,8 +374,8 @@ def test_completions_that_repeat_their_prompt_are_reported_for_both_splits(tmp_p
 
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_records_with_the_lowest_hashes_are_held_out_if_the_fraction_is_too_small(least):
-    """A fraction that holds out fewer than `least` distinct records is raised until it holds out `least` of them, but
-    at most half of all distinct records, and at least one. Any other fraction is not changed."""
+    """If a fraction holds out too few distinct records, it is raised until it holds out `least` of them, or half of all
+    distinct records if that is fewer, but at least one. Any other fraction is not changed."""
     named = [f"record {number % 40}".encode() for number in range(80)]
     for count in range(1, 40):
         for share in (1e-9, 0.05, 0.5):

@@ -1,5 +1,5 @@
-"""Mixtures: shares of the learned tokens, equal repetition of rows, and the order of rows. Also random tokens, which
-are drawn and not stored."""
+"""Mixtures: shares of the learned tokens, equal repetition of rows, and the order of rows. Also tests random tokens,
+which are drawn, not stored."""
 
 import json
 import re
@@ -28,7 +28,7 @@ T = 8
 
 
 def part(first, count, learned=None, packing="joined"):
-    """Returns rows of `count` documents. Document i has T tokens, which all equal `first` + i."""
+    """Returns rows of `count` documents. Document i has T tokens, all of which equal `first` + i."""
     documents = [first + np.full(T, i) for i in range(count)]
     return rows(split(*documents, learned=learned), T, packing, "cut", "train")
 
@@ -38,7 +38,7 @@ def half_learned(first, count):
 
 
 def counted(mixed):
-    """Returns (number of learned tokens of the first part, of the second part). The second part has token ids from
+    """Returns the number of learned tokens of the first part, and that of the second part, whose token ids start at
     1000."""
     batch = mixed.micro_batch(np.arange(len(mixed)))
     of = Counter()
@@ -217,7 +217,7 @@ def nested(folder, names):
     """Opens a mixture of mixtures.
 
     Args:
-        names: name of each part -> name of its only subpart, or "" for a part that is not a mixture.
+        names: maps the name of each part to the name of its only subpart, or to "" for a part that is not a mixture.
     """
     notes = parts_of(folder)["notes"]
     train_bpe(["note"], 300, folder / "tokenizer.json", [])

@@ -1,5 +1,5 @@
-"""Rows of documents: every next token is a label once, positions restart at each document, and the order of rows
-depends on the seed alone (the order of padded rows also on the batch size)."""
+"""Tests rows of documents: every token that follows another in its document is a label exactly once, positions restart
+at each document, and the order of rows depends on the seed alone (the order of padded rows also on the batch size)."""
 
 from itertools import combinations, islice, pairwise
 

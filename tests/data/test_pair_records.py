@@ -56,7 +56,7 @@ def validation(folder, like, **typed):
 
     Args:
         like: str for a pair of texts, list for a pair of lists of messages.
-        typed: key of data= -> name of the field.
+        typed: maps keys of data= to names of fields.
     """
     other = {typed.get(key, key) or "-": value for key, value in OTHERS[like].items()}
     if like is str and "prompt" in typed:
@@ -69,7 +69,7 @@ def opened(folder, *records, like=None, **typed):
 
     Args:
         like: type of the answers in the validation pair (see `validation`); None: their type in the first record.
-        typed: key of data= -> value.
+        typed: maps keys of data= to their values.
     """
     like = like or (str if isinstance(records[0].get(typed.get("chosen", "chosen")), str) else list)
     file = write(folder / "a.jsonl", records)
@@ -536,7 +536,7 @@ def test_preference_file_with_one_prompt_is_refused(tmp_path):
 
 
 def test_preference_records_of_one_prompt_share_a_group_but_keep_identities_as_long_as_the_records(tmp_path):
-    """The lengths of identities limit how many records are tokenized in one batch."""
+    """The number of records that are tokenized in one batch is limited by the lengths of their `identity` values."""
     long = [{"prompt": "hi", "chosen": "x" * 5000, "rejected": str(number)} for number in range(2)]
     other = {"prompt": "hello", "chosen": "a", "rejected": "b"}
     source = Preference(write(tmp_path / "a.jsonl", [*long, other]), val_path=write(tmp_path / "b.jsonl", [other]))

@@ -21,7 +21,8 @@ SEQ_LEN, COUNT = 40, 11
 
 
 def drawn(count=COUNT, longest=9):
-    """Returns (split of pairs whose answers have consecutive token ids, [(tokens of the one answer, of the other)])."""
+    """Returns (split of pairs whose answers have consecutive token ids, [(tokens of one answer, tokens of the
+    other)])."""
     draw, at, texts, masks, answers = np.random.default_rng(1), 1, [], [], []
     for pair in range(count):
         prompt = np.full(draw.integers(1, 4), VOCABULARY - 1 - pair)  # both answers have the same prompt
@@ -36,7 +37,8 @@ def drawn(count=COUNT, longest=9):
 
 
 def answers_in(batch):
-    """Returns (learned tokens of the one answer, of the other) for each pair of the batch that is not empty."""
+    """Returns (learned tokens of one answer, learned tokens of the other) for each pair of the batch that is not
+    empty."""
     counts = batch.labels != IGNORED
     lengths = batch.lengths.flatten().tolist()
     each = [tuple(batch.labels[counts & (batch.answers == number)].tolist()) for number in range(len(lengths))]

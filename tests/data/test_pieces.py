@@ -1,5 +1,5 @@
-"""The pieces of a long text have the tokens of the whole text, and a text is not cut if the tokenizer allows no cut.
-Where texts are cut, memory does not grow with the text."""
+"""Tests that the pieces of a long text have the tokens of the whole text, that a text is not cut if the tokenizer
+allows no cut, and that memory does not grow with the length of a text that is cut."""
 
 import json
 import random
@@ -164,8 +164,8 @@ MB = 10**6
 
 
 def grown(folder, kind, sizes, small, whole, pipe):
-    """Tokenizes a file of each size (MB). Sends a list: after each file, the peak of resident memory so far, minus the
-    resident memory before the first file (MB). Runs in a separate process.
+    """Tokenizes a file of each size (MB). Sends a list with one number for each file: the peak of resident memory up to
+    the end of this file, minus the resident memory before the first file, in MB. Runs in a separate process.
 
     Args:
         kind: "text" or "jsonl".

@@ -46,7 +46,7 @@ def made(documents=None, seq_len=SEQ_LEN, too_long="drop", name="train"):
 
 
 def read(ids, labels):
-    """Returns (tokens of a row: its inputs up to the last learned label, and this label; learned labels)."""
+    """Returns the tokens of a row (its inputs up to the last learned label, and this label), and its learned labels."""
     learned = labels != IGNORED
     return [*ids[: int(learned.nonzero().max()) + 1].tolist(), int(labels[learned][-1])], labels[learned].tolist()
 
@@ -147,7 +147,7 @@ def test_empty_side_of_a_rated_answer_is_not_counted_as_a_duplicate():
         twice.held_out(document)
     for document in (NO_TOKENS, b"a"):
         twice.trained_on(document)
-    twice.check()  # one of two validation documents is also trained on, which is accepted
+    twice.check()  # one of two validation documents is also a training document, which is accepted
     twice.trained_on(b"b")
     with pytest.raises(Refused, match="2 of 2 distinct"):
         twice.check()

@@ -1,5 +1,5 @@
-"""Bits per byte: only the text bytes of learned labels count, and `label_bytes` and the token store count equal
-bytes."""
+"""Bits per byte: only the text bytes of learned labels count, and `label_bytes` and the token store count the same
+number of bytes."""
 
 import numpy as np
 import pytest

@@ -283,7 +283,7 @@ def test_val_bytes_equal_the_decoded_bytes_of_any_number_of_tokens(uneven):
     for count in range(first):
         assert made.val_bytes(count) == len(made.tokenizer.decode(made.val.ids[:count]))  # ASCII
     assert made.val_bytes(first - 1) == made.val_bytes(first) == len(WORDS)  # an end-of-text token has no bytes
-    for count in range(len(SIGNS) + 1):  # also counts that end inside a character of two bytes
+    for count in range(len(SIGNS) + 1):  # some values of `count` end inside a character of two bytes
         assert made.val_bytes(first + count) == len(WORDS) + count
     assert made.val_bytes(len(made.val.ids)) == len(WORDS) + len(SIGNS)
 

@@ -41,8 +41,8 @@ def tokens(rows, count):
 
 
 def off(model, length, beside):
-    """Returns by how much a longer row changes the logits of a row of `length` tokens at most. The longer row is in the
-    same micro-batch (`beside`), or in an earlier forward pass."""
+    """Returns the largest change that a longer row causes in the logits of a row of `length` tokens. The longer row is
+    in the same micro-batch (`beside`), or in an earlier forward pass."""
     ids = tokens(2, LONGEST)
     short = ids[:1].clone()
     short[:, length:] = 0
@@ -54,7 +54,7 @@ def off(model, length, beside):
     return ((together[:1, :length] if beside else after) - alone).abs().max().item()
 
 
-# Whether logits depend on a longer row, by kind: (in the same micro-batch, in an earlier forward pass).
+# For each kind: whether logits depend on a longer row in the same micro-batch, and on one in an earlier forward pass.
 DEPENDS = {"longrope": (True, False), "dynamic": (True, True), "none": (False, False)}
 
 

@@ -160,8 +160,8 @@ def test_files_that_lack_the_weights_of_a_third_layer_are_refused(folder):
 @pytest.mark.process
 @pytest.mark.matrix
 def test_loading_holds_one_copy_of_the_weights(tmp_path):
-    """A separate process measures by how much its anonymous memory peaks above the level before loading, relative to
-    the size of the weights."""
+    """A separate process measures the peak of its anonymous memory above the level before loading, relative to the size
+    of the weights."""
     shape = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 50_000, "n_positions": 64}
     code = """
 import sys, torch, threading, time

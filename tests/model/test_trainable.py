@@ -31,8 +31,8 @@ def config_of(config, *lines):
 
 
 class Held(Callback):
-    """Counts the bytes of gradients before the optimizer step; and after it, the bytes of optimizer state, weights, and
-    masters and gradients in host memory."""
+    """Before the optimizer step, counts the bytes of gradients. After the step, counts the bytes of optimizer state, of
+    weights, and of masters and gradients in host memory."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)

@@ -29,7 +29,7 @@ KINDS = {
 
 @pytest.fixture
 def published(config, tmp_path):
-    """Returns a function: (kind) -> a folder with a model and its tokenizer."""
+    """Returns a function that takes a kind, and returns a folder with a model of this kind and its tokenizer."""
 
     def make(kind):
         cfg = config()

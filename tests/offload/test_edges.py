@@ -41,8 +41,8 @@ def setting(config, clip, accumulation, *more, precision="bf16-master"):
 
 
 def weights_after(cfg, kind, lane=None):
-    """Trains, and returns name -> trained weight in fp32. Args: lane: class of the copy lane; None: the default lane of
-    a CPU."""
+    """Trains, and returns a dict that maps the name of each trained weight to its value in fp32. Args: lane: class of
+    the copy lane; None: the default lane of a CPU."""
     model = network(kind, **SHAPES[kind])
     instantiate(cfg.gradient_checkpointing)(model)
     order = {"order": cfg.order} if cfg.streams else {}

@@ -166,8 +166,8 @@ def test_error_of_the_host_thread_is_raised_and_ends_the_run(config, monkeypatch
 
 
 def test_gradients_wait_on_the_device_up_to_a_byte_limit_and_keep_their_order():
-    """There are two slots of 64 bytes, whose copies are blocked. 160 bytes of further gradients may wait on the device;
-    then `fetch` blocks. All requests are completed in the order of the calls."""
+    """There are two slots of 64 bytes, whose copies are blocked. Up to 160 bytes of further gradients may wait on the
+    device before `fetch` blocks. All requests are completed in the order of the calls."""
     arrives, done = threading.Event(), []
 
     class Still(SlowLane):

@@ -88,7 +88,7 @@ SHAPE = [
 
 @pytest.fixture
 def composer(config):
-    """Returns a function: (overrides) -> a function that composes the config of a recipe."""
+    """Returns a function that takes overrides, and returns a function that composes the config of a recipe."""
 
     def typed(*lines):
         def make(recipe):
@@ -163,7 +163,8 @@ def test_base_model_frozen_by_an_adapter_loads_in_bf16_with_less_predicted_host_
 
 
 def test_adapter_on_16_bit_weights_does_not_count_as_training_that_rounds_weights(config):
-    """Otherwise the search would rank a recipe with 16-bit frozen weights as a large change of the typed training."""
+    """If it counted, the search would rank a recipe with 16-bit frozen weights as a large change of the typed
+    training."""
     assert config("precision=bf16-true").rounds_weights
     assert not config("precision=bf16-true", "adapter=lora").rounds_weights
 

@@ -168,8 +168,8 @@ def made(dtype, heads, groups, tokens, size, batch=1, device=None):
 
 
 def measured(capability, tensors, **more):
-    """Returns (saved, backward) bytes: the tensors saved for backward, including the result, and the further memory
-    that backward takes at its peak, without the gradient of the result. Args: tensors: arguments of `made`."""
+    """Returns two sizes in bytes: the tensors saved for backward, including the result; and the further memory that
+    backward takes at its peak, not counting the gradient of the result. Args: tensors: arguments of `made`."""
     with torch_private.FakeTensorMode(), card.kernels(True, capability), StorageTracker({}) as tracker:
         q, k, v = made(*tensors)
         given = tracker.now
@@ -181,8 +181,8 @@ def measured(capability, tensors, **more):
 
 
 def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
-    """Returns (saved, backward) bytes. For scratch, the kernel rounds 160 tokens up to 256 and the head size of 80 up
-    to 96."""
+    """Returns the two sizes of `measured` for flash attention. For scratch, the kernel rounds 160 tokens up to 256 and
+    the head size of 80 up to 96."""
     out, numbers = 2 * batch * heads * tokens * size, 3 * 8
     gradients = 2 * batch * tokens * size * (heads + 2 * groups)
     scratch = 4 * batch * heads * 256 * 96 + 4 * batch * heads * 256 + 2 * out
@@ -190,16 +190,16 @@ def flash_by_hand(batch=2, heads=4, groups=2, tokens=160, size=80):
 
 
 def efficient_by_hand(batch=2, heads=4, tokens=72, size=24):
-    """Returns (saved, backward) bytes. Forward pads the row sums of softmax from 72 to 96 tokens, and backward pads
-    scratch to tiles of 64 x 64."""
+    """Returns the two sizes of `measured` for memory-efficient attention. Forward pads the row sums of softmax from 72
+    to 96 tokens, and backward pads scratch to tiles of 64 x 64."""
     out, numbers = 4 * batch * heads * tokens * size, 2 * 8
     return out + 4 * batch * heads * 96 + numbers, 3 * out + 4 * batch * heads * tokens + 4 * batch * heads * 128 * 64
 
 
 def math_by_hand(batch=2, heads=4, groups=2, tokens=96, size=8):
-    """Returns (saved, backward) bytes. Forward saves the softmax, the scaled query, the scaled key and the value (both
-    repeated for every head), and the result. Backward adds the gradients of softmax and scores; the gradient of the
-    value takes the memory of the value."""
+    """Returns the two sizes of `measured` for the math kernel. Forward saves the softmax, the scaled query, the scaled
+    key and the value (both repeated for every head), and the result. Backward adds the gradients of softmax and scores;
+    the gradient of the value takes the memory of the value."""
     scores, out = 4 * batch * heads * tokens**2, 4 * batch * heads * tokens * size
     return scores + 3 * out + out, 2 * scores
 

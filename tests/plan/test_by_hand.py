@@ -19,7 +19,7 @@ SCALARS = 64  # bytes: the loss, its sum and its mean, norms, counts of tokens
 
 
 def highest(cfg):
-    """Returns phase -> peak bytes of live tensors on a card."""
+    """Returns a dict that maps each phase to the peak bytes of live tensors on a card."""
     phases = trace(cfg.resolved(), on_card=True).phases
     return {name: point.total for name, point in phases.items()}
 

@@ -1,5 +1,5 @@
-"""Tests with made-up bytes and seconds that the climb search traces few settings, and finds settings that fit and are
-nearly the fastest."""
+"""Tests that the climb search traces few settings, and finds settings that fit and are nearly the fastest. The bytes
+and seconds of the settings are made up."""
 
 import math
 from dataclasses import dataclass

@@ -17,7 +17,8 @@ from lowmem.plan.search import extend
 
 @pytest.fixture
 def planned(small, tmp_path, monkeypatch, capsys):
-    """Returns a function that runs `python plan.py`: (arguments) -> (exit code, printed text, plan.json or None)."""
+    """Returns a function that runs `python plan.py` with these arguments, and returns (exit code, printed text,
+    plan.json or None)."""
     import plan
 
     def run(*arguments):

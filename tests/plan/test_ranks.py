@@ -57,8 +57,8 @@ def traced(typed):
 
 
 def exchanged(shapes):
-    """Returns (phase, kind) -> bytes of all exchanged tensors. Each tensor counts in full, not only the shard of one
-    device."""
+    """Returns a dict that maps each (phase, kind) to the bytes of all tensors exchanged there. Each tensor counts in
+    full, not only the shard of one device."""
     found = {}
     for (phase, one), whole in shapes.sent.items():
         found[phase, one.kind] = found.get((phase, one.kind), 0) + whole

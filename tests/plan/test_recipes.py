@@ -319,8 +319,8 @@ def test_order_by_layer_needs_less_host_memory_than_by_micro_batch_only_without_
 
 @pytest.fixture
 def ranked(monkeypatch):
-    """Returns a function: (recipes, bytes of the card, may_change) -> the plan of a search among these recipes. Args:
-    recipes: (precision, optimizer) -> made-up (bytes, seconds)."""
+    """Returns a function that takes recipes, the bytes of the card and `may_change`, and returns the plan of a search
+    among these recipes. Args: recipes: maps (precision, optimizer) to made-up (bytes, seconds)."""
 
     def make(recipes_, room, may_change=None):
         asked = typed("batch_size=1", "gradient_checkpointing=none", "loss=full", may_change=may_change)

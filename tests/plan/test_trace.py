@@ -32,8 +32,8 @@ MODELS = {
 
 
 def measured(folder) -> dict[str, dict[str, int]]:
-    """Returns the rows of memory.csv as phase -> column -> bytes, for the phases of step STEADY and for the
-    evaluation."""
+    """Returns the rows of memory.csv for the phases of step STEADY and for the evaluation, as a dict of dicts: bytes by
+    phase and column."""
     with (folder / "memory.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["live_peak_bytes"]]
     return {
@@ -325,7 +325,7 @@ def test_trace_of_a_cuda_run_on_a_cpu_equals_the_cpu_trace(config):
 
 
 def bytes_each(cfg):
-    """Returns the memory traffic as phase -> bytes per parameter."""
+    """Returns the memory traffic of each phase, in bytes per parameter."""
     found, moved = traced(cfg), Counter()
     for (phase, work), times in found.work.items():
         moved[phase] += work.moved * times / found.parameters

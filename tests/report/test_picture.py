@@ -53,7 +53,8 @@ def with_drive(found: list[dict]) -> list[dict]:
 
 @pytest.fixture
 def draw():
-    """Yields a function (rows, timeline, ...) -> namespace of `figure` and of each of its axes, by label."""
+    """Yields a function that takes the arguments of `picture.drawn`, and returns a namespace with `figure` and each of
+    its axes, under the label of the axes."""
     figures = []
 
     def make(*what, title: str = TITLE, **more):

@@ -81,7 +81,8 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def upload(tmp_path):
-    """Yields a function (folder of a run) -> {id of a run: rows that the server has received}."""
+    """Yields a function that uploads the folder of a run, and returns {id of a run: rows that the server has
+    received}."""
     server = Server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
 

@@ -29,8 +29,8 @@ def processes():
 
 @pytest.fixture
 def life(processes, small, tmp_path):
-    """Returns (run folder, function that runs the command in a process: (moment of the kill or None, steps) -> exit
-    code)."""
+    """Returns the run folder, and a function that runs the command in a process. The function takes the moment of the
+    kill (or None) and the number of steps, and returns the exit code."""
     folder, lives = tmp_path / "run", [0]
 
     def live(moment, steps=12, renames=True, more=()):

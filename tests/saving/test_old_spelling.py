@@ -84,8 +84,8 @@ def test_exported_nested_text_config_has_the_keys_of_transformers_4():
 
 
 def without_old_names(value):
-    """Returns a value of a configuration without the key `type`, the earlier name of `rope_type`, in all nested
-    dicts."""
+    """Returns the value of a configuration key after removing `type`, the earlier name of `rope_type`, from the value's
+    dicts at every level of nesting."""
     if not isinstance(value, dict):
         return value
     return {key: without_old_names(inner) for key, inner in value.items() if key != "type"}

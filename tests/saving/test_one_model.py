@@ -132,7 +132,7 @@ def test_loading_files_of_a_streamed_model_holds_its_weights_once_in_memory(tmp_
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # host_masters is in tests/support
     said = subprocess.run(run, capture_output=True, text=True, check=True, timeout=240, env=env).stdout
     peak = int(said.split()[-1])
-    # Bytes after loading. With masters (halves), all weights have 4 bytes and resident layers have 16-bit weights, too.
-    # Without masters, all weights have 2 bytes and resident layers are copied.
+    # Bytes after loading. With masters (halves), each weight takes 4 bytes, and resident layers also have 16-bit
+    # weights. Without masters, each weight takes 2 bytes, and resident layers are copied.
     ends = 4 * many + 2 * 2 * largest if held == "halves" else 2 * many + 2 * 2 * largest
     assert (peak < ends + 2 * block + 4 * largest + 40e6) != bool(wrong)

@@ -1,8 +1,8 @@
 """Tests the random states of a resumed run, and the clock that decides when to save.
 
-The states of a checkpoint are restored if the resumed run has the same number of processes, which read the same data,
-and has the same strategy if several processes read equal data. Otherwise several processes keep the seeds of the new
-run, a single process is seeded again, and the log says so.
+The states of a checkpoint are restored if the resumed run has the same number of processes and each of them reads the
+same data as before. If several processes read equal data, the strategy must also be the same. When states are not
+restored, the log says so: several processes keep the seeds of the new run, and a single process is seeded again.
 """
 
 import logging

@@ -74,7 +74,7 @@ class Deviations(NamedTuple):
 
 @pytest.fixture
 def deviations(config):
-    """Returns a function: (optim, dtype) -> Deviations."""
+    """Returns a function that takes an optimizer and a dtype, and returns their `Deviations`."""
 
     def measure(optim, dtype=torch.float32):
         arguments = ("lr=1e-4", "betas=[0.9,0.99]") if optim == "lion8bit" else ("lr=1e-3", "betas=[0.9,0.999]")

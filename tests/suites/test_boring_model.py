@@ -21,8 +21,9 @@ pytestmark = [
 STEPS = 3
 PRECISIONS = list(techniques("precision"))
 OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-# Relative error of the change of the weights, compared with fp32. Outputs and gradients of three steps are rounded, and
-# so are 16-bit weights; the relative rounding error is 2^-11 in fp16 and 2^-8 in bf16 (2^-7 with stochastic rounding).
+# Bounds of the relative error by which the weights' change may differ from that in fp32. Outputs and gradients of three
+# steps are rounded, and so are 16-bit weights; the relative rounding error is 2^-11 in fp16 and 2^-8 in bf16 (2^-7 with
+# stochastic rounding).
 BOUNDS = {"32": 0, "tf32": 0, "16": 2**-9, "bf16": 2**-6, "16-true": 2**-8, "bf16-true": 2**-5, "bf16-sr": 2**-5}
 COMPUTES_IN = {"16": torch.float16, "bf16": torch.bfloat16}  # other precisions: the dtype of the weights, here fp32
 

@@ -35,7 +35,7 @@ WAYS = ("device", "masters")
 
 @pytest.fixture(scope="module")
 def database():
-    """Returns name of a torch optimizer -> torch's test inputs for this optimizer."""
+    """Returns a dict that maps the name of each torch optimizer to torch's test inputs for this optimizer."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
         if find_spec("expecttest") is None:  # torch's test module imports expecttest, but `optim_db` does not need it
             stand_in = ModuleType("expecttest")

@@ -26,16 +26,16 @@ from lowmem.training.module import CausalLM
 # 4 steps, with an evaluation of 16 micro-batches and a checkpoint after every second step.
 RUN = ("val_every=2", "save_every=2", "val_sequences=64", "sample_tokens=64", "seq_len=16")
 KEEPS = ("step", "evaluation", "save", "sampling")  # a signal in these phases leaves a checkpoint and a summary
-# phase -> maximum CPU seconds from a signal to the end of the process. Wall-clock time would include the work of other
-# programs on a busy machine.
+# Maximum CPU seconds from a signal in each phase to the end of the process. Wall-clock time would include the work of
+# other programs on a busy machine.
 SECONDS = {"load": 2.0, "step": 4.0, "evaluation": 2.0, "save": 4.0, "sampling": 4.0, "export": 2.0}
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 
 
 @pytest.fixture
 def start(processes, small, tmp_path):
-    """Yields a function (phase, arguments) -> process. The function starts a run and returns when the run has reached
-    the phase; with phase None, it returns when the run has ended. `deaf=True` installs no signal handlers."""
+    """Yields a function that takes a phase and arguments, starts a run, and returns its process when the run has
+    reached the phase; with phase None, it returns when the run has ended. `deaf=True` installs no signal handlers."""
     started = []
 
     def run(phase, *arguments, deaf=False):

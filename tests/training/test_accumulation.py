@@ -30,8 +30,9 @@ STEPS = 5  # an epoch has 9 sequences, so a window of 8 sequences is followed by
 
 @pytest.fixture
 def trained(config, monkeypatch):
-    """Returns a function (sequences per micro-batch, micro-batches, dtype, optim) -> (gradients of each step, final
-    weights). The weights are one vector, and so are the gradients of a step."""
+    """Returns a function that takes the number of sequences per micro-batch, the number of micro-batches, a dtype and
+    an optimizer, and returns (gradients of each step, final weights). The weights are one vector, and so are the
+    gradients of a step."""
 
     def run(batch_size, batches, dtype="float64", optim="adamw"):
         if dtype == "float64":

@@ -38,8 +38,8 @@ def made(name, dtype=torch.float32):
 
 
 def contents(folder):
-    """Returns name -> bytes of each file except README.md. For config.json, returns the dict that `old_config` makes of
-    it."""
+    """Returns a dict that maps the name of each file except README.md to its bytes, and config.json to the dict that
+    `old_config` makes of it."""
     found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "README.md"}
     return found | {"config.json": old_config(json.loads(found["config.json"]))}
 

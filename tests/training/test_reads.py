@@ -55,8 +55,8 @@ RECIPES = {
 
 @pytest.fixture
 def reads_of(fit, tmp_path, monkeypatch):
-    """Returns a function (overrides) -> the device reads of a run of three steps. The file of DOCUMENTS has notes so
-    short that a row has several of them."""
+    """Returns a function that takes overrides and returns the device reads of a run of three steps. The file of
+    DOCUMENTS has notes so short that a row has several of them."""
     monkeypatch.chdir(tmp_path)
     notes = (" ".join(f"note{j}" for j in range(i % 7 + 2)) for i in range(400))
     (tmp_path / "notes.jsonl").write_text("".join(f'{{"text": "{note}"}}\n' for note in notes))

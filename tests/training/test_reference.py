@@ -47,7 +47,8 @@ def pairs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def preferring(config, pairs, tmp_path):
-    """Returns a function (overrides) -> the settings of a run on `pairs`, whose cache is in `tmp_path`."""
+    """Returns a function that takes overrides and returns the settings of a run on `pairs`, whose cache is in
+    `tmp_path`."""
 
     def make(*lines: str):
         typed = {line.split("=")[0] for line in lines}
@@ -59,8 +60,8 @@ def preferring(config, pairs, tmp_path):
 
 @pytest.fixture
 def computed(caplog):
-    """Returns a function () -> the number of pairs (with KTO, of answers) whose reference log-probabilities were
-    computed since the last call."""
+    """Returns a function that counts the pairs (with KTO, the answers) whose reference log-probabilities were computed
+    since its last call."""
     caplog.set_level(logging.INFO, "lowmem")
 
     def count() -> int:
@@ -189,8 +190,8 @@ def test_interrupted_reference_pass_computes_only_missing_pairs_and_equals_the_u
     store, stored = reference.ReferenceLogProbs.store, []
 
     def ends_at_the_third(self, numbers):
-        """Ends the run in the third call, and if `killed`, before this call has stored anything. The first call is at
-        the start of the pass."""
+        """Ends the run in the third call; if `killed`, before this call has stored anything. The first call is at the
+        start of the pass."""
         stored.append(self.name)
         if len(stored) <= 3 or not killed:
             store(self, numbers)

@@ -33,8 +33,9 @@ LINES = ("save_every=2", "val_every=2")
 
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory):
-    """Returns a function (precision) -> the folder of a run of four steps, with checkpoints after steps 2 and 4. All
-    tests share this folder, so they change only copies of it (except for one test, which adds .hydra)."""
+    """Returns a function that takes a precision, and returns the folder of a run of four steps with checkpoints after
+    steps 2 and 4. All tests share this folder, so they change only copies of it (except for one test, which adds
+    .hydra)."""
     made = {}
 
     def run(precision="32"):
@@ -48,7 +49,8 @@ def whole(small, tmp_path_factory):
 
 @pytest.fixture
 def copy(whole, tmp_path):
-    """Returns a function (precision) -> a copy of `whole`'s run, in the folder in which `fit` runs by default."""
+    """Returns a function that copies `whole`'s run with a given precision to the folder in which `fit` runs by default,
+    and returns the path of the copy."""
     return lambda precision="32": shutil.copytree(whole(precision), tmp_path / "run")
 
 
@@ -68,7 +70,7 @@ def zero_a_page(file):
 
 @pytest.fixture
 def no_training(monkeypatch):
-    """Returns a function () that makes every later training step fail the test."""
+    """Returns a function that makes every later training step fail the test."""
     return lambda: monkeypatch.setattr(CausalLM, "training_step", lambda *_: pytest.fail("trained"))
 
 
@@ -230,7 +232,8 @@ def typed_run(copy, small, monkeypatch):
 
 
 def contents(run):
-    """Returns path -> bytes of every file of a run, except the files of model/ and Hydra's log."""
+    """Returns a dict that maps the path of every file of a run, except the files of model/ and Hydra's log, to its
+    bytes."""
     files = (path for path in run.rglob("*") if path.is_file() and path.name != "train.log")
     return {path.relative_to(run): path.read_bytes() for path in files if path.parent != run / "model"}
 

@@ -218,7 +218,8 @@ def test_comparison_page_shows_runs_of_every_status(chromium, sweep, width):
     rows = chromium.run(
         "[...document.querySelectorAll('tbody tr')].map((row) => [...row.cells].map((c) => c.innerText.trim()))"
     )
-    # Finished runs by memory, then other runs. The labels contain only "path" and "lr", which differ between the runs.
+    # Finished runs come first, ordered by memory, and then other runs. The labels contain only "path" and "lr", which
+    # differ between the runs.
     assert [row[0] for row in rows] == [f"path=…{n} lr=0.00{n + 1}" for n in (0, 2, 1, 3, 4, 5, 6)]
     assert rows[0][2:7] == ["600.0", "1,800.0", "1,000", "3.0000", "1.200"] and rows[3][2] == "-"
     assert rows[1][7] == "NVIDIA H200" and rows[0][8] == "" and rows[3][8] == "failed: ZeroDivisionError: </script><b>"

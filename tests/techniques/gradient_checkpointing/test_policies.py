@@ -22,7 +22,7 @@ from networks import network, shaped
 pytestmark = pytest.mark.kernels
 
 
-# Name -> function (model) that applies the policy, for every policy of conf/ that saves memory.
+# Maps the name of every policy of conf/ that saves memory to a function that applies the policy to a model.
 SEGMENTED = {
     name: instantiate(run_of([f"gradient_checkpointing={name}"]).gradient_checkpointing)
     for name, technique in techniques("gradient_checkpointing").items()
@@ -84,7 +84,8 @@ def test_checkpoint_recomputation_without_the_random_state_changes_the_gradients
 def test_checkpointing_on_a_card_gives_the_gradient_bits_of_none_unless_restoring_random_state_is_left_out(
     model_type, batch, deterministic, monkeypatch, forgetful
 ):
-    """The card draws the dropout masks. In the forgetful, deliberately wrong variant recomputation draws new masks."""
+    """The card draws the dropout masks. In the deliberately wrong variant (`forgetful`), recomputation draws new
+    masks."""
     if forgetful:
         monkeypatch.setattr(checkpointing, "restored", lambda *_: None)
 

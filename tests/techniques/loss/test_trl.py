@@ -68,8 +68,8 @@ RUN = (
     "data=preference",
     "data.path=x",
 )
-# For fp32 sums in different orders: relative for losses, absolute for rewards. Wrong variants differ from TRL by at
-# least 1e-3.
+# The tolerance for fp32 sums in different orders, relative for losses and absolute for rewards. Wrong variants differ
+# from TRL by at least 1e-3.
 TOLERANCE = 1e-5
 TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig),
@@ -331,7 +331,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    """Returns a function (name of a case) -> TRL's `Course`."""
+    """Returns a function that takes the name of a case, and returns TRL's `Course`."""
 
     @cache
     def found(name):

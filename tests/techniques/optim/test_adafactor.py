@@ -1,5 +1,5 @@
-"""Tests Adafactor for weights that are stored only in 16 bits. It makes the step of transformers in pieces, with little
-temporary memory."""
+"""Tests Adafactor for weights that are stored only in 16 bits. This Adafactor computes the step of transformers'
+Adafactor piece by piece, with little temporary memory."""
 
 import copy
 

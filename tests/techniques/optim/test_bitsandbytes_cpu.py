@@ -21,19 +21,20 @@ needs_compiler = pytest.mark.skipif(compiled.library(SOURCE, EXACTLY) is None, r
 
 @pytest.fixture
 def as_bitsandbytes_does(monkeypatch):
-    """Returns a function () that makes all later optimizers step with bitsandbytes' own operators."""
+    """Returns a function that makes all later optimizers step with bitsandbytes' own operators."""
     return lambda: monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)
 
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Returns a function () that makes lowmem behave as if no compiler were installed."""
+    """Returns a function that makes lowmem behave as if no compiler were installed."""
     return lambda: monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)
 
 
 @pytest.fixture
 def make(config):
-    """Returns a function (optim, weights, overrides) -> (parameter, optimizer)."""
+    """Returns a function that takes the name of an optimizer, weights and overrides, and returns a parameter with these
+    weights and its optimizer."""
 
     def made(optim, weights, *overrides):
         model = nn.Linear(*reversed(weights.shape), bias=False, dtype=weights.dtype)

@@ -167,8 +167,9 @@ def matrix():
 
 @pytest.fixture
 def moved(config, monkeypatch):
-    """Returns a function (optim, precision, module) -> (largest movement of a weight as a fraction of its bound, final
-    values of the weights that never had a gradient, initially zero)."""
+    """Returns a function that takes an optimizer, a precision and a module, trains weights that are initially zero, and
+    returns two results: the largest movement of a weight as a fraction of its bound, and the final values of the
+    weights that never had a gradient."""
     # torchao compiles its step, which takes seconds; without compilation it runs the same operators
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
@@ -188,7 +189,7 @@ def moved(config, monkeypatch):
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    """Returns a function () that makes optimizers on a CPU step with torch operators instead of compiled code."""
+    """Returns a function that makes optimizers on a CPU step with torch operators instead of compiled code."""
 
     def remove():
         monkeypatch.setattr(bitsandbytes_cpu, "library", lambda *_: None)

@@ -273,8 +273,8 @@ UNCAST = {"sgd", "adam8bit", "lion8bit", "paged_adamw32bit", "paged_adamw8bit"}
 def test_fp32_state_of_16_bit_weights_is_restored_in_fp32_unless_torch_casts_restored_state(
     config, optim, guarded, monkeypatch
 ):
-    """In the unguarded, deliberately wrong variant torch casts restored state to the dtype of the weights. bitsandbytes
-    does not cast state."""
+    """In the deliberately wrong variant (`guarded` is False), torch casts restored state to the dtype of the weights.
+    bitsandbytes does not cast state."""
     from lowmem.techniques.optim import build
     from lowmem.techniques.precision.weights_16bit import BFloat16Weights
 
@@ -296,7 +296,7 @@ def test_fp32_state_of_16_bit_weights_is_restored_in_fp32_unless_torch_casts_res
 
 @pytest.mark.parametrize("optim", [o for o in OPTIMIZERS if o not in {"sgd", *COMPILED}])
 def test_every_optimizer_reports_each_parameter_whose_state_is_restored(config, optim):
-    """Restored state that belongs on a drive is written to the drive when its parameter is reported."""
+    """State that belongs on a drive is written to the drive when `restored` is called with its parameter."""
     model, told = network(), []
     made = optimizer(config(f"optim={optim}"))(model, restored=lambda inner, p: told.append((p, len(inner.state[p]))))
     for p in model.parameters():
@@ -358,7 +358,8 @@ PAGED = [optim for optim in OPTIMIZERS if optim.startswith("paged")]
 def test_paged_state_is_restored_as_paged_memory_unless_bitsandbytes_restores_the_state(
     config, managed, monkeypatch, tmp_path, optim, guarded
 ):
-    """In the unguarded, deliberately wrong variant bitsandbytes restores the state to ordinary device memory."""
+    """In the deliberately wrong variant (`guarded` is False), bitsandbytes restores the state to ordinary device
+    memory."""
     from lowmem.techniques.optim import build
 
     if not guarded:
@@ -385,8 +386,8 @@ def test_paged_state_is_restored_as_paged_memory_unless_bitsandbytes_restores_th
 def test_paged_state_of_a_card_steps_on_a_cpu_without_cuda_prefetch_unless_bitsandbytes_restores_the_state(
     config, managed, monkeypatch, tmp_path, guarded
 ):
-    """The checkpoint records that its state was paged. In the unguarded, deliberately wrong variant the first step
-    therefore asks CUDA to prefetch the state."""
+    """The checkpoint records that its state was paged. In the deliberately wrong variant (`guarded` is False), the
+    first step therefore asks CUDA to prefetch the state."""
     from bitsandbytes import functional
 
     from lowmem.techniques.optim import build

@@ -89,8 +89,8 @@ def weights(model):
 def test_paged_optimizer_on_a_full_card_has_the_weights_of_unpaged_state_unless_restored_without_state(
     config, monkeypatch, device, lost
 ):
-    """In the lost, deliberately wrong variant the second half of the steps begins without state. On a CPU the state is
-    not paged."""
+    """In the deliberately wrong variant (`lost`), the second half of the steps begins without state. On a CPU the state
+    is not paged."""
     if device == "cuda" and not os.environ.get("CROWD_THE_CARD"):
         pytest.skip("a card with less room than its pages need may hang: CROWD_THE_CARD=1 asks for it")
     if lost:

@@ -132,7 +132,7 @@ def test_checkpoint_holds_masters_and_state_once_and_no_16_bit_weights(fit, opti
 
 
 def weights_at_start(monkeypatch):
-    """Returns a dict that the next run fills before its first step: name -> weight in full precision."""
+    """Returns a dict, which the next run fills before its first step with each weight in full precision, by name."""
     restored, start = {}, CausalLM.on_train_start
 
     def look(self):

@@ -25,7 +25,8 @@ DTYPES = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.fixture
 def trained(config):
-    """Returns a function (overrides) that trains on random tokens with Lightning's trainer -> (module, trainer)."""
+    """Returns a function that takes overrides, trains on random tokens with Lightning's trainer, and returns the module
+    and the trainer."""
 
     def run(*overrides, callbacks=(), steps=4, batches=1, ckpt=None):
         cfg = config(*overrides)

@@ -71,10 +71,11 @@ def trained(lines, dtype=None, ranks=ONE_DEVICE):
 
 
 def together(processes, folder, cases, size=2):
-    """Trains the cases in `size` processes. Returns a dict: name of a case -> list of the results of each rank.
+    """Trains the cases in `size` processes. Returns a dict that maps the name of each case to a list with the results
+    of each rank.
 
     Args:
-        cases: name -> (overrides, dtype as in `trained`, key of CHANGES).
+        cases: maps names to (overrides, dtype as in `trained`, key of CHANGES).
     """
     how = processes.get_start_method()
     torch.multiprocessing.start_processes(_work, (size, str(folder), cases), size, start_method=how)

@@ -1,4 +1,4 @@
-"""Tests that leaving a process group does not hang. `leaving.py` leaves as many groups as typed on its command line."""
+"""Tests that leaving a process group does not hang. `leaving.py` leaves as many groups as its command line states."""
 
 import gc
 import subprocess
@@ -76,8 +76,8 @@ def test_strategy_that_outlives_its_process_group_keeps_no_gloo_threads_unless_r
 
 @pytest.fixture
 def at_the_end(monkeypatch):
-    """Returns a function (releases) -> True if DDP's Reducer still existed when its group was destroyed. `releases`
-    says whether the strategy releases DDP first."""
+    """Returns a function that leaves a group, and returns True if DDP's Reducer still existed when the group was
+    destroyed. Its argument `releases` says whether the strategy releases DDP first."""
 
     def leave(releases):
         destroy, seen = dist.destroy_process_group, []

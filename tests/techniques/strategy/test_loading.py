@@ -51,8 +51,8 @@ class Tape:
     largest: int = 0  # bytes of the largest tensor sent
 
     def of(self, rank, monkeypatch):
-        """Returns a function (object) -> the object that rank 0 sent, to replace this rank's `broadcast`. Replaces
-        `dist.broadcast`, too, which sends tensors."""
+        """Returns a function to replace this rank's `broadcast`: it takes an object, and returns the object that rank 0
+        sent. Also replaces `dist.broadcast`, which sends tensors."""
         heard = iter(self.said)
 
         def first(said):
@@ -84,14 +84,15 @@ def one_of(rank, strategy=FullyShard, **options):
 
 
 def parts_of(ranks, network):
-    """Returns a dict: name -> this rank's part of a parameter or buffer. A tied parameter has an entry per name."""
+    """Returns a dict that maps each name to this rank's part of the parameter or buffer. A tied parameter has an entry
+    for each of its names."""
     tensors = [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
     return {name: one.to_local() if isinstance(one, DTensor) else one for name, one in tensors}
 
 
 def expected(ranks, whole):
-    """Returns a dict: name -> this rank's shard of a parameter, or a complete buffer. All shards of a parameter have
-    equal lengths, except that the last may be shorter or empty."""
+    """Returns a dict that maps each name to this rank's shard of the parameter, or to the complete buffer. All shards
+    of a parameter have equal lengths, except that the last may be shorter or empty."""
     named = dict(whole.named_parameters(remove_duplicate=False))
     parts = {name: [*p.chunk(RANKS), p[:0]][ranks.rank] for name, p in named.items()}
     return parts | dict(whole.named_buffers(remove_duplicate=False))

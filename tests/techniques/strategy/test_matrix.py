@@ -48,8 +48,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(processes):
-    """Yields a function (case, size) -> list of the results of all ranks. `size` is the number of ranks (None: the
-    `devices` of the case)."""
+    """Yields a function that takes a case and a number of ranks (None: the `devices` of the case), and returns a list
+    with the results of all ranks."""
     started = {size: Ranks(processes, size) for size in (2, 4)}
     yield lambda case, size=None: started[size or composed(case).devices](case)
     for one in started.values():

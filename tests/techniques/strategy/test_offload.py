@@ -22,8 +22,9 @@ DEVICE = torch.device("meta")
 
 @pytest.fixture
 def seen(fit, monkeypatch):
-    """Returns a function () that runs a step with zero gradients on `DEVICE`, and returns a dict: kind of tensor ->
-    types of the devices that hold such tensors. "told" is the share of the weights that rank 0 reports."""
+    """Returns a function that runs a step with zero gradients on `DEVICE`, and returns a dict that maps each kind of
+    tensor to the types of the devices that hold such tensors. "told" is the share of the weights that rank 0
+    reports."""
     found = {}
 
     def step(module, window, _):

@@ -48,7 +48,8 @@ RIGHT = [
 
 
 class Figures(dict):
-    """A dict: name of a case -> its results, computed by `size` processes when the name is first read."""
+    """A dict that maps the name of each case to its results, which `size` processes compute when the name is first
+    read."""
 
     def __init__(self, processes, folder, size, cases):
         super().__init__()

@@ -28,8 +28,8 @@ SIZES = {
 
 @pytest.fixture
 def train(small, tmp_path):
-    """Returns a function (overrides) -> (summary of a run of two ranks, set of "True" or "False" by whether a rank's
-    shards are pinned)."""
+    """Returns a function that takes overrides, starts a run of two ranks, and returns its summary and a set of the
+    words "True" and "False", which say whether each rank's shards are pinned."""
 
     def run(*overrides: str) -> tuple[dict, set[str]]:
         (seen := tmp_path / "seen").mkdir()

@@ -231,7 +231,8 @@ def test_device_waits_once_per_step_if_copies_are_faster_than_compute(config, po
 
 @pytest.fixture
 def begun():
-    """Yields a function (lane, number of leading frozen blocks) -> (a Llama of four blocks, its started `Streamed`)."""
+    """Yields a function that takes a lane and a number of leading frozen blocks, and returns a Llama of four blocks and
+    its started `Streamed`."""
     started = []
 
     def begin(lane=None, frozen=0):

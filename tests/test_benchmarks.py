@@ -160,7 +160,7 @@ def test_published_peak_is_predicted_within_5_percent_only_with_the_published_se
     assert (abs(published.predicted(asked) / one.bytes - 1) <= 0.05) == (not wrong)
 
 
-# words in the name of a published figure -> parameter count that the project or its published config states
+# maps words in the name of a published figure to the parameter count that the project or its published config states
 COUNTED = {"TinyLlama": 1_100_048_384, "Qwen2.5": 2_022_229_504, "StableCode": 566_369_280, "in the book": 163_009_536}
 COUNTED |= {"5 x 2048 packed": 3_212_749_824, "Llama 2 7B": 6_738_415_616, "Llama 2 1B": 1_004_348_928}
 
@@ -191,8 +191,9 @@ def test_streamed_benchmark_counts_two_copies_of_each_block_except_one_within_20
 
 
 def measured_quality():
-    """Returns ({name: increase in bits per byte}, spread of fp32's bits per byte across seeds). A precision is compared
-    with fp32, and an optimizer with AdamW, both with bf16-master."""
+    """Returns ({name: increase in bits per byte}, spread of fp32's bits per byte across seeds). The increase of a
+    precision is relative to fp32. The increase of an optimizer is relative to AdamW, and both optimizers run with
+    bf16-master."""
     rows = {name: figures["new"] for name, figures in stored("quality")["rows"].items()}
     plain = {seed: rows[f"precision=32 seed={seed}"] for seed in SEEDS}
     lost = {

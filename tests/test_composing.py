@@ -1,4 +1,4 @@
-"""Tests that the configs that tests cache equal the configs that Hydra composes."""
+"""Tests that the cached configs of tests equal the configs that Hydra composes."""
 
 import pytest
 from hydra._internal import config_loader_impl

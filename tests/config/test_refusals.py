@@ -36,7 +36,7 @@ from lowmem.training import build
 from lowmem.training.build import optimizer
 from networks import network
 
-# words after `test_without_refusal_` in the name of a test -> a refused command line, in the order of REFUSALS
+# maps the words after `test_without_refusal_` in a test's name to a refused command line, in the order of REFUSALS
 TYPED = {
     "clipping_in_backward_clips_nothing": ["optim.in_backward=true"],
     "loss_scaling_in_backward_lets_an_overflow_through": ["optim.in_backward=true", "clip=null", "precision=16"],

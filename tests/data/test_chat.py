@@ -1,4 +1,4 @@
-"""Conversations: which tokens are learned, and which conversations are refused with which message.
+"""Tests which tokens of conversations are learned, and which conversations are refused with which message.
 
 Expected rows are written by hand: their tokens are joined by ·, and * precedes each learned token.
 """

@@ -1,4 +1,4 @@
-"""Lines of JSON as documents: which tokens are learned, and the message for each kind of bad line."""
+"""Tests lines of JSON as documents: which tokens are learned, and which message each kind of bad line causes."""
 
 import json
 from collections import Counter

@@ -1,5 +1,5 @@
-"""A micro-batch class defines its tensors and the weight of a micro-batch in the mean loss, so a loss over pairs needs
-no change of the training loop.
+"""Tests that a micro-batch class defines its tensors and the weight of a micro-batch in the mean loss, so that a loss
+over pairs needs no change of the training loop.
 
 The data and the loss of these tests exist only in this file. A pair has two rows and a margin, and its loss is
 softplus(cross-entropy of the better row - cross-entropy of the worse row + margin). The losses of all pairs have equal

@@ -1,5 +1,5 @@
-"""Mixtures: shares of the learned tokens, equal repetition of rows, and the order of rows. Also tests random tokens,
-which are drawn, not stored."""
+"""Tests mixtures: shares of the learned tokens, equal repetition of rows, and the order of rows. Also tests random
+tokens, which are drawn, not stored."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""Records of pairs and rated answers: their formats, which tokens are learned, and the message for each kind of bad
-record.
+"""Tests records of pairs and of rated answers: their formats, which tokens are learned, and which message each kind of
+bad record causes.
 
 Expected rows are texts with [ ] around the learned tokens, as `show=1` prints them.
 """

@@ -112,7 +112,7 @@ def test_recomputation_counts_as_backward_and_the_step_phase_starts_after_it(fit
 
 
 def test_memory_ledger_is_summed_in_sampled_steps_only(fit, monkeypatch):
-    """A sampled step sums the ledger 12 times: 8 times after forward or backward of one of the four micro-batches, once
+    """A sampled step sums the ledger 12 times: after forward and after backward of each of the four micro-batches, once
     after the step, and once for each of three rows."""
     counts, sums, bytes_of, began = [], [0], Ledger.bytes, MemoryMeter.on_train_batch_start
 

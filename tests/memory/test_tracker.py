@@ -92,8 +92,8 @@ def test_memory_tracker_does_not_count_host_tensors_on_the_device():
 
 @pytest.mark.parametrize("device", ["meta", None])
 def test_unowned_host_memory_counts_on_a_cpu_but_not_on_a_separate_device(device):
-    """Staging slots, for example, have no owner and are not on the card. device: type of the separate device; None: the
-    device is the CPU itself."""
+    """Staging slots, for example, have no owner and are not on the card. `device` is the type of the separate device,
+    or None if the device is the CPU itself."""
     with StorageTracker({}, device=device) as tracker:
         kept = [floats(4), torch.zeros(2 * KIB, dtype=torch.uint8, device="meta")]
         assert peak(tracker) == (2 if device else 6) * KIB

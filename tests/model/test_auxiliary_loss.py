@@ -67,8 +67,8 @@ class Once:
 
 
 def expected(model, window, factor=FACTOR):
-    """Returns the gradients of the reference loss: the mean over the window's tokens of the token's loss plus `factor`
-    times the auxiliary loss of the token's micro-batch."""
+    """Returns the gradients of the reference loss. This loss is a mean over the window's tokens: each token contributes
+    its own loss plus `factor` times the auxiliary loss of its micro-batch."""
     total = 0.0
     for batch in window.micro_batches:
         output = model(input_ids=batch.input_ids, use_cache=False)

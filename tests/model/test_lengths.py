@@ -149,8 +149,8 @@ def test_separation_check_shortens_long_attention_windows_and_restores_them(mode
 
 
 def test_model_whose_attention_scale_depends_on_the_position_in_a_packed_row_is_refused():
-    """Llama 4 derives the attention scale from the index of a token in its row, so a later document gets another scale
-    than in a row of its own."""
+    """Llama 4 derives the attention scale from the index of a token in its row, so a later document gets a different
+    scale than in a row of its own."""
     more = {
         "max_position_embeddings": 256,
         "num_local_experts": 2,

@@ -65,7 +65,7 @@ def gradients(model, loss):
 
 
 def off(model, packed, loss=losses.full):
-    """Returns the relative errors (loss, gradients) of packed rows against separate documents."""
+    """Returns the relative errors of the loss and of the gradients of packed rows, compared with separate documents."""
     right, wrong = alone(model), loss(model, packed)
     one, other = gradients(model, right), gradients(model, wrong)
     return abs(wrong.item() / right.item() - 1), ((one - other).abs().max() / one.abs().max()).item()

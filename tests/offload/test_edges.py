@@ -142,7 +142,7 @@ def tied_gradients_each_on_its_own(monkeypatch):
     monkeypatch.setattr(Edge, "_take_rows", wrong)
 
 
-# fault -> clip; "norm": weights are updated after backward, "off": during backward
+# the kind of clipping for each fault: with "norm", weights are updated after backward; with "off", during backward
 WRONG = {looked_up_before_the_update: "norm", tied_gradients_each_on_its_own: "off"}
 
 

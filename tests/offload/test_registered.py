@@ -72,8 +72,8 @@ def bytes_(count):
 def test_streamed_weights_registered_or_staged_have_the_bits_of_resident_weights_and_are_unregistered(
     config, monkeypatch, caplog, loss, most, said
 ):
-    """With `most` = 9, 1 and 0, all three host blocks, one block or none can be registered. Staging slots are smaller
-    than a weight. With the tiled loss, tiles of the head and rows of the embedding are copied, too."""
+    """With `most` = 9, all three host blocks can be registered; with 1, one block; with 0, none. Staging slots are
+    smaller than a weight. With the tiled loss, tiles of the head and rows of the embedding are copied, too."""
     lane = Container(most)
     monkeypatch.setattr(streamed, "lane_of", lambda device: lane)
     monkeypatch.setattr(streamed, "Registered", partial(Registered, slot_bytes=4096))

@@ -8,7 +8,7 @@ import parity
 import streams
 from streams import lines, trained
 
-# Family -> what distinguishes its blocks, mostly how they store or compute experts.
+# What distinguishes the blocks of each family, mostly how they store or compute experts.
 FAMILIES = {
     "deepseek_v3": "a dense first block, shared experts",
     "gpt_oss": "stacks (experts, in, out) with biases",

@@ -51,7 +51,7 @@ def typed(*lines, may_change=None):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe: its overrides (group or key -> value), its composed run, and its precision and optimizer."""
+    """A recipe: its overrides (values by group or key), its composed run, and its precision and optimizer."""
 
     option: dict
     run: Run

@@ -196,8 +196,8 @@ def both_shares(asked, found):
 
 
 def test_predicted_half_duplex_link_is_as_fast_as_full_duplex_if_copies_run_in_one_direction():
-    """Two runs: with masters, gradients leave in backward and weights return in forward; with an update on the card,
-    block inputs leave in forward and return in backward."""
+    """In both runs, copies go in one direction at a time. With masters, gradients leave in backward and weights return
+    in forward. With an update on the card, block inputs leave in forward and return in backward."""
     for asked, found in (
         (cfg("precision=bf16-master", "clip=1.0"), shapes()),
         (cfg("precision=bf16"), shapes(steps_on_host=False, offloaded=6)),

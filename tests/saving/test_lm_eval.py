@@ -20,8 +20,8 @@ from real_model import fitted, folder_or_skip
 
 TASKS = ROOT / "examples" / "lm_eval"
 TASK = "lowmem_bits_per_byte"
-# Allowed difference in bits per byte. Another order of fp32 sums leads to 1e-7 after full training, and to 5e-7 with a
-# merged adapter. Each deliberately wrong comparison differs by 0.09 or more.
+# The allowed difference in bits per byte. Computing fp32 sums in another order causes a difference of 1e-7 after full
+# training, and of 5e-7 with a merged adapter. Each deliberately wrong comparison differs by 0.09 or more.
 BOUND = 1e-4
 WRONG = 100 * BOUND
 TEXTS = [

@@ -24,7 +24,8 @@ from opened_by_transformers_4 import TEXT
 from real_model import fitted, folder_or_skip
 
 PACKAGES = ("transformers==4.57.6", "tokenizers>=0.22,<=0.23.0", "huggingface_hub>=0.34,<1", "peft==0.19.0")
-# Bound of `distance` for fp32 sums in another order in two blocks. A missing key of the configuration leads to 0.01.
+# Bound of `distance` if two blocks compute their fp32 sums in another order. A missing key of the configuration causes
+# a distance of 0.01.
 ROUNDINGS = 64 * torch.finfo(torch.float32).eps
 WIDTHS = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 WIDTHS |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}

@@ -26,7 +26,7 @@ from typed import typed_run
 
 pytestmark = pytest.mark.matrix
 OPTIMIZERS = list(techniques("optim"))
-# optimizer of conf/optim -> torch's optimizers whose inputs it gets; all others get the inputs of AdamW
+# maps optimizers of conf/optim to the optimizers of torch whose inputs they get; all others get the inputs of AdamW
 TORCHS = {"adafactor": ("Adafactor",), "muon": ("Muon", "AdamW"), "sgd": ("SGD",)}
 RENAMED = {"adafactor": {"beta2_decay": "decay_rate", "d": "clip_threshold"}}
 WRITTEN_HERE = ("adamw8bit", "muon")  # classes that check their arguments themselves

@@ -68,8 +68,8 @@ def until(what, process, seconds=120):
 
 
 def tell(process, *names, apart=0.4) -> float:
-    """Sends signals, `apart` seconds after each other. Returns the CPU seconds of the process from the last signal to
-    its end."""
+    """Sends signals at intervals of `apart` seconds. Returns the CPU seconds of the process from the last signal to its
+    end."""
     for number, name in enumerate(names):
         time.sleep(apart * (number > 0))
         os.kill(process.pid, signal.Signals[name])

@@ -487,7 +487,8 @@ def test_transformers_reports_the_attention_implementation_in_use():
 
 
 def test_transformers_numbers_a_single_document_only_if_boundaries_count_as_real():
-    """Otherwise transformers returns None for a batch in which each row is a single document."""
+    """If boundaries do not count as real, transformers returns None for a batch in which each row is a single
+    document."""
     from transformers import masking_utils
 
     places = torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])

@@ -1,5 +1,5 @@
 """Tests validation sets. The loss of each set must equal the loss that plain transformers computes with the exported
-model, document by document. Small sets are reported."""
+model, document by document. Also tests that small sets are reported."""
 
 import csv
 import json

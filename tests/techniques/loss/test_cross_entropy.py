@@ -209,7 +209,7 @@ def test_full_and_chunked_loss_and_gradients_are_zero_if_all_labels_are_ignored(
 
 
 def test_full_and_chunked_loss_call_the_model_with_all_inputs_of_the_micro_batch(batch):
-    """This includes the calls that compute only the operations around the head, for one chunk."""
+    """The tested calls include those that compute, for one chunk, only the operations around the head."""
     model, seen = network("gemma2", **AROUND["gemma2"]), []
     batch = replace(batch, position_ids=torch.arange(20).remainder(7).expand(3, -1))
     model.forward = lambda _forward=model.forward, **inputs: seen.append(inputs) or _forward(**inputs)

@@ -90,7 +90,7 @@ def test_kto_loss_and_gradient_equal_the_fp64_reference_with_tied_and_capped_hea
 
 
 def test_kto_kl_estimate_is_zero_if_the_reference_model_gives_mismatched_answers_higher_probabilities():
-    """The oracle's KL estimate is 0, too, and the losses are equal."""
+    """The oracle's KL estimate is also 0, and its loss equals lowmem's."""
     model, kto = network("llama"), KTO(beta=1.0)
     drawn = rows(model)
     drawn.reference[:, 1] += 20

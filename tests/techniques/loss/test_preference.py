@@ -27,8 +27,8 @@ OPTIONS = [
     ("simpo", {}),
     ("simpo", {"gamma": 0.5, "label_smoothing": 0.1}),
 ]
-# Rounding of fp32 products and sums in a small network, relative to the largest element. A loss with a wrong beta
-# differs by at least 5e-3.
+# Tolerance for the rounding of fp32 products and sums in a small network, relative to the largest element. A loss with
+# a wrong beta differs by at least 5e-3.
 FP32 = 1e-6
 PAIRS, LENGTH = 5, 16
 

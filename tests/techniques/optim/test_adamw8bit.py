@@ -354,7 +354,8 @@ def test_deliberately_wrong_rounding_to_even_changes_split_weights_in_a_step_of_
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("tiny", [1e-33, 1e-36])  # 127**2 / m is finite for 1e-33, infinite for 1e-36
 def test_adamw8bit_step_with_tiny_gradients_stores_zero_first_moments_and_leaves_the_weights_unchanged(way, tiny):
-    """Otherwise, with 1e-36, codes would be computed from infinity, and the codes of zeros from NaN."""
+    """If the first moments were not stored as zero, codes would be computed from infinity at 1e-36, and the codes of
+    zeros from NaN."""
     p = nn.Parameter(torch.ones(4096))
     optimizer, gradient = HostAdamW8bit([p], **RULE), torch.zeros(4096)
     gradient[::2] = tiny

@@ -108,6 +108,6 @@ def test_splitting_and_joining_a_256_gib_tensor_takes_fewer_than_30_operators():
 
 
 def test_splitting_a_bf16_tensor_raises_a_type_error():
-    """Otherwise the bits of two bf16 numbers would be read as one fp32 number."""
+    """Without the error, the bits of two bf16 numbers would be read as one fp32 number."""
     with pytest.raises(TypeError, match="bfloat16"):
         fp32_halves.halves(torch.ones(2, 2, dtype=torch.bfloat16))

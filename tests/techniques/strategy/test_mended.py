@@ -51,7 +51,7 @@ def test_weight_that_no_forward_pass_uses_is_refused_under_ddp_unless_frozen(fit
 
 
 def test_weight_unused_in_the_last_micro_batch_is_refused_before_the_ddp_step(fit, monkeypatch):
-    """Otherwise DDP would not reduce the gradients of this weight's bucket."""
+    """If it were not refused, DDP would not reduce the gradients of this weight's bucket."""
     ready, steps = DataParallel.before_training, []
 
     def with_one_more(self, module):

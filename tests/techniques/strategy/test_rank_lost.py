@@ -1,5 +1,5 @@
 """Tests the messages for errors of torch.distributed: they name the collective, say whether another rank has exited or
-did not answer, and what to type."""
+has not answered, and say what to type."""
 
 from datetime import timedelta
 

@@ -1,5 +1,5 @@
 """Tests docs/add-a-technique.md by following it in a copy of the repository: an optimizer, a checkpointing policy and a
-precision are added, and tests that depend on the techniques pass in the copy."""
+precision are added, and the tests that depend on techniques must pass in the copy."""
 
 import os
 import re

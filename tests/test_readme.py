@@ -113,8 +113,8 @@ def says_only(command: str) -> bool:
 
 
 def with_choices(command: str) -> str:
-    """Returns the command followed by the choices of its experiment, except choices of groups that the command types
-    itself."""
+    """Returns the command followed by the choices of its experiment, except choices of groups that the command itself
+    sets."""
     named = re.search(r"experiment=(\w+)", command)
     preset = ROOT / "conf" / "experiment" / f"{named[1]}.yaml" if named else None
     chosen = re.findall(r"override /(\w+): (\S+)", preset.read_text()) if preset and preset.exists() else []

@@ -1,5 +1,5 @@
-"""Tests that a run that is stopped at several places and resumed each time equals the unbroken run bit by bit: with
-each optimizer, precision and adapter and with weights=streamed, all with dropout."""
+"""Tests that a run equals the unbroken run bit by bit although it is stopped at several places and resumed each time.
+This is tested with each optimizer, each precision, each adapter and weights=streamed, always with dropout."""
 
 import pytest
 
@@ -118,7 +118,7 @@ def test_run_killed_six_times_without_a_compiler_equals_the_unbroken_run(life, t
 def test_resume_without_random_states_or_optimizer_state_gives_different_weights(
     life, tmp_path, monkeypatch, forgotten
 ):
-    """Wrong on purpose: either the random states or the optimizer state are not restored."""
+    """Wrong on purpose: either the random states or the optimizer state is not restored."""
     from lightning.pytorch.trainer.connectors import checkpoint_connector
 
     unbroken = []

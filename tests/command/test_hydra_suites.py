@@ -12,7 +12,7 @@ from lowmem.command import folder_lock
 
 pytestmark = [
     pytest.mark.process,  # the integration tests start scripts
-    # Hydra warns about the behavior of version 1.1, which `a_command` selects
+    # Hydra warns about the behaviour of version 1.1, which `a_command` selects
     pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning", "ignore:\\s*version_base"),
 ]
 
@@ -46,7 +46,7 @@ THERE = [
 
 @pytest.fixture(autouse=True)
 def a_command():
-    """Makes each sweep a separate command, which releases its folder. Selects the behavior of Hydra 1.1, because the
+    """Makes each sweep a separate command, which releases its folder. Selects the behaviour of Hydra 1.1, because the
     apps of these tests do not request a version."""
     state = Singleton.get_state()
     version.setbase("1.1")

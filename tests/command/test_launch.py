@@ -92,7 +92,7 @@ def message(ranks, does: str, size: int = 2) -> str:
 
 
 def meet(word: str) -> str:
-    """Returns code that waits for all ranks: on a busy machine, ranks start seconds apart."""
+    """Returns code that waits for all ranks, because ranks start seconds apart on a busy machine."""
     return f"(run / f'{word}-{{rank}}').touch()\ntogether('{word}')\n"
 
 
@@ -275,7 +275,7 @@ def test_launcher_reports_ended_at_once_if_ranks_exit_on_a_signal_without_a_repo
 
 
 def test_first_rank_of_three_is_started_with_the_overrides_and_the_run_folder(tmp_path, monkeypatch):
-    """A stand-in for `_rank` raises an exception with its arguments instead of starting a process."""
+    """A stand-in for `_rank` starts no process, and raises an exception that contains the arguments."""
 
     class Started(Exception):
         pass

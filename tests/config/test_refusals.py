@@ -253,7 +253,8 @@ def test_without_refusal_each_process_holds_all_streamed_weights(config):
 
 
 def test_without_refusal_masters_take_gradients_before_ranks_exchange_them(config):
-    """A gradient is None when DDP's hook would average it over the ranks, because it was already sent to the host."""
+    """By the time DDP's hook would average a gradient over the ranks, the gradient is None, because it was already sent
+    to the host."""
     seen = []
 
     class Exchange:
@@ -348,7 +349,7 @@ def test_without_refusal_ranks_find_different_batch_sizes(config, monkeypatch):
 
 
 def test_without_refusal_ranks_choose_different_recipes(config):
-    """The choice depends on free memory: the fastest recipe fits on a rank with 1 GiB, and not on a rank with 3 MiB."""
+    """The choice depends on free memory: the fastest recipe fits on a rank with 1 GiB, but not on a rank with 3 MiB."""
     keeps_all = ("model.architecture.n_layer=6", "batch_size=16", "gradient_checkpointing=none", "plan=auto")
     assert [at_start.could_fit(config(*keeps_all, f"memory.limit={free}")) for free in ("1GiB", "3MiB")] == [
         True,

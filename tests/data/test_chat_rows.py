@@ -558,7 +558,7 @@ TOOLS += THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content or 
 
 
 def data_page() -> tuple[str, dict]:
-    """Returns the text of docs/data.md, and the example record with tools on this page."""
+    """Returns the text of docs/data.md, and that page's example record with tools."""
     page = (ROOT / "docs" / "data.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith('    {"tools"'))
     return page, json.loads(line)

@@ -161,7 +161,7 @@ def test_record_files_read_as_plain_text_are_refused_unless_on_error_is_set(tmp_
 @pytest.fixture
 def locked():
     """Yields a folder of text files whose permissions a test can remove. Root may read every file, so if root runs the
-    test, the effective user is nobody during the test."""
+    test, the effective user is `nobody` during the test."""
     folder = Path(tempfile.mkdtemp(prefix="lowmem-"))  # not tmp_path, which only its owner may enter
     _files(folder, "a.txt", "b.txt", "below/c.txt")
     folder.chmod(0o755)

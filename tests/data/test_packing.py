@@ -134,8 +134,8 @@ def test_documents_and_pieces_without_learned_tokens_are_dropped_and_counted(mon
     learned = [np.arange(40) < 10, np.zeros(5), np.arange(5) == 4, np.arange(5) == 0]
     documents = split(np.arange(40), 100 + np.arange(5), 200 + np.arange(5), 300 + np.arange(5), learned=learned)
     made = rows(documents, SEQ_LEN, "padded", "cut", "train")
-    # The first document has learned tokens in its first row only. In the last document only the first token is
-    # learned, which no token predicts.
+    # The first document has learned tokens in its first row only. The only learned token of the last document is its
+    # first token, which no token predicts.
     assert made.report == {"documents": 2, "cut": 1, "too_long": 0, "nothing_to_learn": 2, "rows": 2}
     assert pairs(every(made)) == [*((i, i + 1) for i in range(9)), (203, 204)]
     silent = split(np.arange(40), learned=[np.zeros(40)])

@@ -208,8 +208,8 @@ def test_splitting_overlong_words_does_not_change_a_tokenizer_of_ordinary_text(t
 
 @pytest.fixture
 def small_files():
-    """Yields a function (bytes) that limits the size of every file that this process writes. It stands in for a full
-    disk."""
+    """Yields a function that limits every file that this process writes to the given number of bytes. It stands in for
+    a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def at_most(size):

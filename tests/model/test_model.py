@@ -104,8 +104,8 @@ def test_streamed_run_with_masters_keeps_no_weight_file_mapped_unless_copies_are
 
 @pytest.mark.rows("llama")
 def test_run_with_a_drive_loads_in_bfloat16_only_if_all_file_headers_say_16_bit(config, folder, tmp_path, monkeypatch):
-    """The dtypes in the headers of the weight files decide, whether the files are in a folder, in the hub's cache or on
-    the hub. If the files are only on the hub, a plan uses the dtype of the configuration instead."""
+    """The dtype is determined by the headers of the weight files, no matter if the files are in a folder, in the hub's
+    cache or on the hub. If the files are only on the hub, a plan uses the dtype of the configuration instead."""
     drive = (
         "precision=bf16-master",
         "weights=streamed",

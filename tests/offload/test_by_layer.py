@@ -441,7 +441,7 @@ def test_by_layer_error_in_a_micro_batch_ends_all_threads_and_the_next_run_has_r
 
 
 class Made:
-    """A micro-batch that waits at each of `barriers` in turn and then logs the barrier."""
+    """A micro-batch that waits at each of `barriers` in turn, and logs each barrier once it has passed it."""
 
     def __init__(self, number, log, barriers=(("forward", 0), ("forward", 1), ("backward", 1))):
         self.number, self.log, self.barriers = number, log, barriers

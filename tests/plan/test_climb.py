@@ -65,8 +65,8 @@ def test_climb_search_finds_nothing_if_the_settings_of_least_memory_do_not_fit()
 
 
 def test_climb_search_finds_nothing_unless_some_settings_are_faster_than_another_route():
-    """If even the fastest settings of the route are not faster than the other route, one trace suffices. The search is
-    needed because a route that is slower with equal settings may fit with faster settings."""
+    """If even the fastest settings are not faster than the other route, one trace suffices. The search is needed
+    because a route that is slower with equal settings may fit with faster settings."""
     fastest = made(Settings("none", "full", 0)).seconds
     slower, looked = climbed(70, than=fastest)
     assert slower is None and len(looked) == 1

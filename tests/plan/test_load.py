@@ -33,8 +33,8 @@ def test_host_memory_of_a_mapped_weight_file_is_counted_only_if_its_tensors_are_
 
 
 def test_rank_0_loading_16_bit_files_in_fp32_is_predicted_to_hold_only_its_shard(config, tmp_path):
-    """Rank 0 holds its shard and one full tensor if the weights in the files have fewer bits than in the run, otherwise
-    the full model."""
+    """If the weights in the files have fewer bits than in the run, rank 0 holds its shard and one full tensor.
+    Otherwise it holds the full model."""
     cfg = config("precision=32", "model.architecture.n_embd=256").resolved()
     network, needs = load(describe(cfg), torch.float32), {}
     for saved in ("float32", "bfloat16"):

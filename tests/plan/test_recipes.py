@@ -1,4 +1,4 @@
-"""Tests the search for recipes: which settings it may change, and which of the recipes that fit it chooses."""
+"""Tests the search for recipes: which settings it may change, and which recipe it chooses among those that fit."""
 
 from dataclasses import dataclass, replace
 from functools import cache

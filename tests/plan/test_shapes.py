@@ -1,5 +1,5 @@
-"""Tests the cache of operator outputs in a trace: cached outputs equal the fake tensors that torch computes each
-time."""
+"""Tests the cache of operator outputs in a trace: cached outputs equal the fake tensors that torch computes without the
+cache."""
 
 import pytest
 import torch

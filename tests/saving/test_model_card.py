@@ -1,5 +1,5 @@
-"""Tests README.md of model/, which contains the measurements and the command without local paths, and push=, which
-uploads this folder."""
+"""Tests model/README.md, which contains the measurements and the command without local paths. Also tests push=, which
+uploads the folder model/."""
 
 import json
 import logging

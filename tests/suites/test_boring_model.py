@@ -72,7 +72,7 @@ def trained(module_class, plugin=None, dtype=torch.float32):
 
 
 def off(plugin):
-    """Returns the relative error of the change of the weights, compared with Lightning's fp32 training."""
+    """Returns the relative error of the weights' change, compared with Lightning's fp32 training."""
     expected, _ = trained(ManualOptimBoringModel)
     moved, _ = trained(ByTheContract, plugin, plugin.weights_dtype or plugin.dtype)
     return ((moved - expected).norm() / expected.norm()).item()

@@ -1,4 +1,4 @@
-"""Tests that deterministic=true has an effect during a run only, and that it refuses operators without a deterministic
+"""Tests that deterministic=true has an effect only during a run, and that it refuses operators without a deterministic
 algorithm."""
 
 import pytest

@@ -94,7 +94,7 @@ def test_loss_of_every_validation_set_equals_transformers_on_the_export(fit, con
         assert one["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
         means.append(abs(mean_of_means - loss))
     assert summary["val_loss"] == summary["validation"][0]["loss"] != summary["validation"][1]["loss"]
-    if packing != "joined":  # micro-batches have unequal numbers of labels, so a mean of means is another number
+    if packing != "joined":  # micro-batches have unequal numbers of labels, so a mean of means is a different number
         assert max(means) > 1e-4
 
 

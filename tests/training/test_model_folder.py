@@ -1,5 +1,5 @@
-"""Tests loading and exporting model folders with several weight files, with tied heads, and of chat models, which must
-end their turn."""
+"""Tests loading and exporting the folders of models with several weight files, of models with tied heads, and of chat
+models, which must end their turn."""
 
 from types import SimpleNamespace
 

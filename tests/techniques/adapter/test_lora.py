@@ -196,7 +196,7 @@ def test_dense_layers_beside_fused_experts_are_adapted_and_peft_opens_the_export
 
 @pytest.mark.wrong
 def test_peft_given_names_of_dense_layers_adapts_the_fused_experts_instead():
-    """PEFT 0.21 takes the names of dense layers for old names of fused experts. If this test fails, PEFT has
+    """PEFT 0.21 mistakes the names of dense layers for old names of fused experts. If this test fails, PEFT has
     changed."""
     from peft import inject_adapter_in_model
 

@@ -1,4 +1,4 @@
-"""Tests that selective checkpointing gives the gradients of no checkpointing, even if a model changes tensors in
+"""Tests that selective checkpointing gives the same gradients as no checkpointing, even if a model changes tensors in
 place."""
 
 import weakref

@@ -72,8 +72,8 @@ def test_single_slice_of_the_whole_sequence_has_the_gradient_bits_of_no_slicing(
 
 @pytest.mark.parametrize("forgetful", [False, True], ids=["right", "forgetful"])
 def test_dropout_in_slices_repeats_masks_in_recomputation_unless_random_state_is_lost(batch, monkeypatch, forgetful):  # noqa: F811
-    """Slices change the dropout masks, but every policy gives the masks of no checkpointing. The deliberately wrong
-    variant (`forgetful`) does not restore the random state before recomputation."""
+    """Slices change the dropout masks, but with slices every policy gives the same masks as no checkpointing. The
+    deliberately wrong variant (`forgetful`) does not restore the random state before recomputation."""
     kept = gradients(tiled(shaped("gpt2", dropout=0.3)), batch)
     assert not torch.equal(kept[0], gradients(shaped("gpt2", dropout=0.3), batch)[0])
     if forgetful:

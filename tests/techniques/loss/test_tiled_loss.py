@@ -1,4 +1,4 @@
-"""Tests that the tiled loss equals the full loss, within 16-bit tolerance in 16 bits, and that it allocates no fp32
+"""Tests that the tiled loss equals the full loss (in 16 bits, within a 16-bit tolerance), and that it allocates no fp32
 tensor of the size of a 16-bit head."""
 
 from dataclasses import replace

@@ -182,7 +182,8 @@ class WrittenRatings(Written):
 
 
 def tensors(rows):
-    """Returns the padded inputs and labels, each (B, T), of rows (token ids of a prompt, token ids of its answer)."""
+    """Returns the padded inputs and labels, each (B, T). A row is given as (token ids of a prompt, token ids of its
+    answer)."""
     width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
     inputs, labels = np.full((len(rows), width), PAD), np.full((len(rows), width), IGNORED)
     for row, (prompt, answer) in enumerate(rows):

@@ -107,8 +107,8 @@ BOUNDS = {
     "paged_adamw8bit": adam_in_codes,
     "sgd": descent,
 }
-# Every optimizer whose state has fewer than 32 bits per element must be in BOUNDS. Elements of fp32 state do not share
-# scales, so optimizers with fp32 state are optional.
+# Every optimizer whose state has fewer than 32 bits per element must be in BOUNDS. Optimizers with fp32 state need not
+# be there, because elements of fp32 state do not share scales.
 OPTIMIZERS = [name for name, technique in techniques("optim").items() if name in BOUNDS or technique.state_bits < 32]
 EACH = [pytest.param(optim, marks=SLOW.get(optim, ())) for optim in OPTIMIZERS]
 

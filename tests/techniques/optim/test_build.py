@@ -172,7 +172,7 @@ def test_optimizer_state_takes_the_bytes_per_parameter_of_the_moments_that_each_
 
 @pytest.mark.parametrize("optim", [o for o in EACH if o not in ("adam8bit",)])
 def test_weight_decay_is_decoupled_and_shrinks_a_matrix_by_lr_times_decay(config, optim):
-    """With a gradient of zeros only the decay moves a matrix: the decay does not enter the moments."""
+    """With a gradient of zeros, only the decay moves a matrix. The decay does not enter the moments."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
     before = model.weight.detach().clone()

@@ -1,5 +1,5 @@
-"""Tests the extension points of 16-bit weights with Kahan summation, a class of a few lines that needs no change to
-lowmem."""
+"""Tests the extension points of 16-bit weights. The example of an extension is Kahan summation, a class of a few lines
+that needs no change to lowmem."""
 
 import csv
 

@@ -215,8 +215,8 @@ def test_val_loss_with_masters_is_within_1_percent_of_the_fp32_loss(fit, precisi
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Returns a function (end of a parameter's name, numbers of windows) that makes the parameter's gradient infinite
-    in these windows."""
+    """Returns a function that takes the end of a parameter's name and numbers of windows, and makes the parameter's
+    gradient infinite in these windows."""
 
     def arrange(name, which):
         fetch = HostOptimizer._fetch

@@ -135,7 +135,8 @@ class Gradients(Callback):
     ],
 )
 def test_callbacks_see_the_unscaled_gradient_norm_in_every_precision(trained, precision, scaled, stored):
-    """A norm with the loss scale would be 65,536 times as large. 16-bit products change the norm by about 1 %."""
+    """A norm that still contains the loss scale would be 65,536 times as large. 16-bit products change the norm by
+    about 1 %."""
     seen, wide = Gradients(), Gradients()
     trained("precision=32", "clip=null", callbacks=[wide], steps=1)
     hooks = [] if stored else [MasterWeights()]

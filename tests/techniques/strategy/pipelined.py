@@ -119,7 +119,7 @@ def _seen(store, lines, dtype, change):
 
 @contextmanager
 def _scaled():
-    """Makes gradients means over micro-batches, as torch does by default if a stage has parameters."""
+    """Averages gradients over micro-batches, as torch does by default if a stage has parameters."""
 
     def scaled(made):
         return lambda *args, **kwargs: made(*args, **{**kwargs, "scale_grads": True})

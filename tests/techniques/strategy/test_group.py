@@ -7,7 +7,7 @@ from lowmem.training import build, training
 
 
 class Two:
-    """A group of this rank and another rank, which sends `other`, or what this rank sends if `other` is None."""
+    """A group of two ranks: this rank, and a rank that sends `other` or, if `other` is None, what this rank sends."""
 
     several = True
 

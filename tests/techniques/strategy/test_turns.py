@@ -141,8 +141,8 @@ def test_ranks_wait_for_rank_0_through_the_store_before_a_collective(ranks):
 
 @pytest.mark.parametrize(("device", "size", "left"), [("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)])
 def test_failed_rank_destroys_its_process_group_except_on_several_cards(monkeypatch, device, size, left):
-    """On several cards, destroying the group might wait for the other ranks. In the other cases the group must be
-    destroyed, because otherwise the failed rank's error would appear only after the timeout of the other ranks."""
+    """On several cards, destroying the group might wait for the other ranks. In all other cases the group must be
+    destroyed, because otherwise the failed rank's error would appear only after the timeout of the remaining ranks."""
     seen = []
     monkeypatch.setattr(process_group, "_join", lambda _: None)
     monkeypatch.setattr(process_group, "instantiate", lambda _: fails)

@@ -56,7 +56,8 @@ def overwritten_when_it_is_given_back(monkeypatch):
 
 @pytest.fixture(scope="module")
 def resident():
-    """Returns a function that trains with resident weights and returns a `Trained`, cached per arguments."""
+    """Returns a function that trains with resident weights and returns a `Trained`. Results are cached by the arguments
+    of the call."""
     known = {}
 
     def run(config, model, arguments, **named):

@@ -64,7 +64,7 @@ pytest_plugins = ["tiers"]
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `import train`
 
-# Tests must not use an account or the hub, and must not prompt.
+# Tests must not use an account or the hub, and must not prompt for input.
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true")
 os.environ.pop("WANDB_API_KEY", None)
 os.environ.pop("COLUMNS", None)  # would wrap messages, so that tests would not find phrases in them

@@ -1,5 +1,5 @@
-"""Tests that initial weights depend only on the seed. Otherwise a comparison of techniques would also compare
-initializations."""
+"""Tests that initial weights depend only on the seed. If they depended on anything else, a comparison of techniques
+would also compare initializations."""
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ def test_trigram_model_needs_the_entropy_of_independent_symbols(symbols):
 
 def test_trigram_model_needs_the_entropy_of_a_second_order_source():
     """Each symbol is the xor of the two symbols before it or, in a tenth of the cases, the opposite of that xor. The
-    symbol before it alone says nothing about it."""
+    symbol just before it, taken alone, says nothing about it."""
     draw = np.random.default_rng(0)
 
     def source(n):

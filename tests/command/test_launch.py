@@ -153,7 +153,7 @@ def test_error_of_rank_0_quotes_the_last_lines_of_train_log(ranks):
 @pytest.mark.process
 def test_error_reports_the_rank_that_failed_first_and_not_the_lost_connections(ranks):
     """Rank 0 reports a closed connection before the launcher notices that rank 1 has failed; rank 2 aborts. Rank 1 is
-    first killed, and in a second run raises an error."""
+    killed in the first run, and raises an error in the second."""
     launch.SETTLE = 2.0  # the fixture restores the value
     lost = "if rank == 0: fails('lost', 'all_reduce in total: another rank has exited.')\n"
     lost += "if rank == 2: os.abort()\ntime.sleep(0.15)\n"

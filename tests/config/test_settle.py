@@ -19,7 +19,7 @@ def test_assignment_to_a_field_of_a_run_or_of_its_sections_raises_an_error():
 
 
 def test_building_a_transformers_config_does_not_change_the_run():
-    """Some transformers configs change mappings from which they are built, such as rope_scaling."""
+    """Some configs of transformers modify the mappings from which they are built, such as rope_scaling."""
     run = run_of(["model=qwen3-0.6b", "model.pretrained=false"])
     others = {key: value for key, value in run.model.architecture.items() if key != "rope_parameters"}
     run = run.replacing("model.architecture", others | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})

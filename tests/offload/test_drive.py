@@ -200,7 +200,7 @@ def test_drive_with_a_deliberate_fault_differs_from_training_in_memory(
 
 def swap_files(folder, count=6, elements=PAGE, ahead=1):
     """Returns (the `SwapFiles`, the swap file of each block, the large tensor of each block). All elements of a large
-    tensor are the number of its block."""
+    tensor equal the number of its block."""
     all_of_it = SwapFiles(Drive(folder))
     every = [all_of_it.new(ahead=ahead) for _ in range(count)]
     tensors = [torch.full((elements,), float(number)) for number in range(count)]

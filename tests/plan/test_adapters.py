@@ -73,7 +73,7 @@ def test_prediction_for_another_adapter_or_checkpointing_differs_from_the_measur
 
 
 def without(lines, wrong):
-    """Returns the lines that do not set the group of `wrong`."""
+    """Returns all lines except those that set the group of `wrong`."""
     return [line for line in lines if line.split("=")[0] != wrong.split("=")[0]]
 
 

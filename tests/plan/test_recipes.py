@@ -416,7 +416,7 @@ def test_route_with_fewer_data_ranks_keeps_the_effective_batch_of_a_typed_batch_
 
 
 def test_route_whose_block_inputs_exceed_only_the_host_does_not_rule_out_the_route_with_a_drive(monkeypatch):
-    """With block inputs on the card, the first route exceeds the card."""
+    """With block inputs on the card, the first route exceeds the memory of the card."""
     asked = typed(*WIDE, *HOST["streamed"])
     state = recipes._Search(asked, Target(True, card(10), host_memory=10))
     (route, *_) = routes(asked, state.trainings[0])

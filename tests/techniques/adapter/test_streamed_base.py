@@ -43,7 +43,7 @@ def test_streamed_qlora_base_gives_the_bits_of_a_resident_base(config, model, po
 
 @pytest.mark.parametrize("adapter", ["qlora", pytest.param("lora", marks=pytest.mark.matrix)])
 def test_streamed_adapter_base_with_late_copies_gives_the_bits_of_a_resident_base(config, monkeypatch, adapter):
-    """In the deliberately wrong variant the device does not wait for the copies."""
+    """In the deliberately wrong variant, the device does not wait for the copies."""
     asked = arguments("llama", adapter=adapter, clip="off")
 
     def late():

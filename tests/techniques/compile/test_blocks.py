@@ -87,7 +87,7 @@ def test_compiled_blocks_have_equal_gradient_bits_with_and_without_checkpointing
 
 @pytest.mark.wrong
 def test_compiled_recomputation_without_the_random_state_changes_the_gradients(monkeypatch):
-    """In the deliberately wrong variant recomputation draws new dropout masks."""
+    """In the deliberately wrong variant, recomputation draws new dropout masks."""
     kept = gradients(compiled(shaped("gpt2", dropout=0.3)))
     monkeypatch.setattr(policies, "restored", lambda *_: None)
     assert not torch.equal(gradients(compiled(shaped("gpt2", dropout=0.3), policies.every_layer)), kept)
@@ -182,7 +182,7 @@ def deep():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_blocks_need_no_more_memory_than_eager_blocks(policy, backend, tmp_path):
-    """The planner relies on this. Compiled blocks needed 11 to 21 % less in a measurement."""
+    """The planner relies on this. In a measurement, compiled blocks needed 11 to 21 % less memory than eager blocks."""
     eager = deep()
     POLICIES[policy](eager)
     limit = 1.02 * peak_bytes(eager, tmp_path)

@@ -29,7 +29,7 @@ def busy():
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 def test_fetched_block_input_on_a_card_is_complete_unless_the_wait_for_its_copy_is_left_out(busy, monkeypatch, wrong):
-    """In the deliberately wrong variant the device does not wait for copies."""
+    """In the deliberately wrong variant, the device does not wait for copies."""
     tensor = torch.randn(ELEMENTS, device="cuda", requires_grad=True)
     kept = tensor.detach().clone()
     torch.cuda.current_stream().synchronize()
@@ -77,7 +77,7 @@ SIZES = {"cpu": (), "cuda": ("model.architecture.n_embd=512", "seq_len=512", "ba
 def test_offloaded_block_inputs_give_the_weights_of_block_inputs_on_the_device_unless_fetched_shifted(
     fit, deterministic, monkeypatch, device, wrong
 ):
-    """The deliberately wrong variant: each block input comes back rolled by one element."""
+    """In the deliberately wrong variant, each block input comes back rolled by one element."""
     lines = (*RUN, *SIZES[device], f"device={device}")
     _, resident = fit(*lines, "gradient_checkpointing=every_layer", folder="resident")
     if wrong:

@@ -60,7 +60,7 @@ def test_each_checkpointing_policy_gives_the_gradient_bits_of_no_checkpointing(m
 
 @pytest.mark.wrong
 def test_checkpoint_recomputation_without_the_random_state_changes_the_gradients(batch, monkeypatch):
-    """In the deliberately wrong variant recomputation draws new dropout masks."""
+    """In the deliberately wrong variant, recomputation draws new dropout masks."""
     kept = gradients(shaped("gpt2", dropout=0.3), batch)
     again = checkpointing.BlockCall.again
 

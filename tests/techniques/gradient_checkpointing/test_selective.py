@@ -115,7 +115,7 @@ def equal(a, b):
 
 
 def watch_nothing(monkeypatch):
-    """The deliberately wrong variant: changes in place are not detected."""
+    """In the deliberately wrong variant, changes in place are not detected."""
     monkeypatch.setattr(selective.KeptResult, "see", lambda *_: None)
     monkeypatch.setattr(selective, "_written", lambda *_: ())
 
@@ -285,7 +285,7 @@ def attending():
 
 
 class First(selective.OffloadedTensor):
-    """The first wrong variant: each block gets the results of the first block."""
+    """In the first wrong variant, each block gets the results of the first block."""
 
     of_first: ClassVar[dict] = {}
 
@@ -294,7 +294,8 @@ class First(selective.OffloadedTensor):
 
 
 class Flat(selective.OffloadedTensor):
-    """The second wrong variant: a fetched result is viewed as contiguous, whatever the strides of the saved tensor."""
+    """In the second wrong variant, a fetched result is viewed as contiguous, whatever the strides of the saved
+    tensor."""
 
     def __init__(self, tensor, send):
         super().__init__(tensor, send)

@@ -81,8 +81,8 @@ def test_full_and_chunked_loss_and_gradients_equal_the_fp64_reference(model_type
 @pytest.mark.wrong
 @pytest.mark.parametrize("model_type", [t for t in AROUND if t not in ("gpt2", "llama")])
 def test_chunked_loss_without_the_operations_around_the_head_differs_from_the_reference(model_type, batch, monkeypatch):
-    """In the deliberately wrong variant the logits are the product of the last hidden states and the head's matrix, and
-    nothing else."""
+    """In the deliberately wrong variant, the logits are the product of the last hidden states and the head's matrix,
+    and nothing else."""
     model = network(model_type, **AROUND[model_type])
     value, gradients = value_and_gradients(model, oracle, batch)
 
@@ -171,7 +171,7 @@ def test_chunked_loss_needs_no_more_memory_when_labels_are_ignored(batch, monkey
     assert peak(few) <= peak(every)
 
     def at_once(model, batch):
-        """The deliberately wrong variant: all hidden states whose label is not ignored are copied before the first
+        """In the deliberately wrong variant, all hidden states whose label is not ignored are copied before the first
         chunk."""
         chosen, enter = batch.labels.flatten() != losses.IGNORED, losses.enter
         copied = lambda *of: (head := enter(*of))._replace(hidden=head.hidden.flatten(0, 1)[chosen][None])  # noqa: E731

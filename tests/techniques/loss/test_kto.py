@@ -152,7 +152,7 @@ def test_invalid_kto_arguments_are_refused(options, words):
 
 
 def last_micro_batch_counts_less(monkeypatch):
-    """The deliberately wrong variant: the gradient of the last micro-batch is divided by 1.1."""
+    """In the deliberately wrong variant, the gradient of the last micro-batch is divided by 1.1."""
     right = CausalLM._run_micro_batch
 
     def wrong(self, micro_batch, weight, sums):
@@ -321,7 +321,8 @@ def test_kto_metrics_per_kind_of_answers_do_not_depend_on_the_micro_batch_size(f
 
 @pytest.mark.wrong
 def test_kto_training_with_exchanged_ratings_lowers_the_accuracy_below_a_half(fit, tmp_path, monkeypatch):
-    """The deliberately wrong variant: the loss exchanges desirable and undesirable answers, but the metrics do not."""
+    """In the deliberately wrong variant, the loss exchanges desirable and undesirable answers, but the metrics do
+    not."""
     losses = KTO.losses
     monkeypatch.setattr(
         KTO, "losses", lambda self, answers: losses(self, answers._replace(desirable=~answers.desirable))

@@ -179,7 +179,7 @@ def test_training_with_a_preference_loss_reaches_over_90_percent_accuracy(fit, t
 
 @pytest.mark.wrong
 def test_dpo_training_with_exchanged_answers_lowers_the_accuracy_below_a_half(fit, tmp_path, monkeypatch):
-    """The deliberately wrong variant: the loss exchanges chosen and rejected answers, but the metrics do not."""
+    """In the deliberately wrong variant, the loss exchanges chosen and rejected answers, but the metrics do not."""
     losses = preference.DPO.losses
     flipped = lambda self, answers: losses(self, preference.AnswerLogProbs(*(each.flip(1) for each in answers[:3])))  # noqa: E731
     monkeypatch.setattr(preference.DPO, "losses", flipped)

@@ -104,7 +104,8 @@ def test_tiled_loss_with_a_deliberate_fault_differs_from_the_full_loss(wrong, ba
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
 def test_tiled_loss_with_huge_logits_equals_the_full_loss_unless_the_logit_maximum_is_capped(wrong, batch, monkeypatch):
-    """The largest logit is in another tile than the label. The deliberately wrong variant caps the maximum at 50."""
+    """The largest logit and the logit of the label are in different tiles. The deliberately wrong variant caps the
+    maximum at 50."""
     model = network("llama", tie_word_embeddings=False)
     model.lm_head.weight.data *= 20000
     value, gradients = value_and_gradients(model, losses.full, batch)

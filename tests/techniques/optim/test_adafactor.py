@@ -106,7 +106,7 @@ def first_piece_alone(read, pieces, elements, rms=adafactor._rms):
 
 @pytest.mark.parametrize("shape", [(50, 40), (1000,), (3, 30, 20)], ids=str)
 def test_adafactor_with_the_rms_of_the_first_piece_differs_from_transformers(shape, monkeypatch):
-    """The deliberately wrong variant: the RMS of the update is computed from the first piece only."""
+    """In the deliberately wrong variant, the RMS of the update is computed from the first piece only."""
     given = gradients(shape, torch.float32)
     right, _ = theirs(shape, given)
     monkeypatch.setattr(adafactor, "_rms", first_piece_alone)

@@ -99,7 +99,7 @@ def test_adamw8bit_steps_stay_below_2_4_lr_where_second_moments_are_tiny(way):
 
 @pytest.mark.wrong
 def test_adamw8bit_with_second_moments_of_zero_takes_steps_of_over_100_lr(monkeypatch):
-    """The deliberately wrong variant: tiny second moments are stored as 0."""
+    """In the deliberately wrong variant, tiny second moments are stored as 0."""
     monkeypatch.setattr(adamw8bit, "library", lambda source: None)
     monkeypatch.setattr(adamw8bit, "LEAST", 0)
     assert longest_step(20) > 100

@@ -223,8 +223,8 @@ def test_no_weight_moves_further_than_the_optimizer_rule_allows_without_a_compil
 def test_adam8bit_with_second_moments_rounded_to_zero_exceeds_the_update_bound_by_a_factor_of_100(
     moved, without_compiler, monkeypatch, optim
 ):
-    """The deliberately wrong variant: bitsandbytes' own code map, which rounds a tiny second moment to zero. The torch
-    operators that step here compute what bitsandbytes' CUDA kernels compute."""
+    """The deliberately wrong variant is bitsandbytes' own code map, which rounds a tiny second moment to zero. The
+    torch operators that step here compute what bitsandbytes' CUDA kernels compute."""
     without_compiler()
     monkeypatch.setattr(build, "_hold_no_second_moment_of_zero", lambda optimizer: None)
     assert moved(optim)[0] > 100
@@ -232,8 +232,8 @@ def test_adam8bit_with_second_moments_rounded_to_zero_exceeds_the_update_bound_b
 
 @pytest.mark.wrong
 def test_adamw_with_float8_second_moments_exceeds_the_update_bound_by_a_factor_of_100(moved, monkeypatch):
-    """The deliberately wrong variant: torchao's AdamWFp8. float8 rounds numbers below about 2e-6 times the largest
-    number of a block to zero. Second moments are squares, so they become zero before first moments do."""
+    """The deliberately wrong variant is torchao's AdamWFp8. Its dtype, float8, rounds numbers below about 2e-6 times
+    the largest number of a block to zero. Second moments are squares, so they become zero before first moments do."""
     import torchao.optim
 
     monkeypatch.setattr(torchao.optim, "AdamW4bit", torchao.optim.AdamWFp8)
@@ -243,7 +243,7 @@ def test_adamw_with_float8_second_moments_exceeds_the_update_bound_by_a_factor_o
 @pytest.mark.wrong
 @pytest.mark.parametrize("optim", ["adam8bit", "lion8bit"])
 def test_cpu_operators_of_bitsandbytes_move_weights_that_have_no_gradient(moved, monkeypatch, optim):
-    """The deliberately wrong variant: bitsandbytes' own CPU operators, which store zero as the code of another
+    """The deliberately wrong variant is bitsandbytes' own CPU operators, which store zero as the code of another
     number."""
     monkeypatch.setattr(build, "in_one_pass", lambda optimizer: None)
     assert moved(optim)[1].any()

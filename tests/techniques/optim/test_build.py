@@ -93,7 +93,8 @@ def test_first_muon_step_of_the_default_model_has_an_rms_of_0_75_to_0_91_lr(conf
 
 @pytest.mark.wrong
 def test_muon_with_the_rms_rule_of_torch_takes_steps_smaller_than_lr(config, monkeypatch):
-    """The deliberately wrong variant: steps have an RMS of 0.2 lr, which matches AdamW's later steps but not `lr`."""
+    """In the deliberately wrong variant, steps have an RMS of 0.2 lr, which matches AdamW's later steps but not
+    `lr`."""
     from lowmem.techniques.optim import muon
 
     monkeypatch.setattr(muon, "TORCHS_RMS", 1.0)
@@ -184,7 +185,7 @@ def test_weight_decay_is_decoupled_and_shrinks_a_matrix_by_lr_times_decay(config
 
 @pytest.mark.wrong
 def test_adam_with_l2_weight_decay_moves_every_weight_by_about_lr(config):
-    """The deliberately wrong variant: the decay enters Adam's moments, so each weight moves by a full step."""
+    """In the deliberately wrong variant, the decay enters Adam's moments, so each weight moves by a full step."""
     model = nn.Linear(64, 64, bias=False)
     before = model.weight.detach().clone()
     made = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.5)

@@ -32,21 +32,21 @@ class Kahan(SixteenBitWeights):
 
 
 class Subtracting(Kahan):
-    """The deliberately wrong variant: the rounding error is subtracted instead of added."""
+    """In the deliberately wrong variant, the rounding error is subtracted instead of added."""
 
     def widen(self, p):
         return p.data.float().sub_(self.extra_state(p)["lost"])
 
 
 class Unseen(Kahan):
-    """The deliberately wrong variant: the memory meter does not see the extra state."""
+    """In the deliberately wrong variant, the memory meter does not see the extra state."""
 
     def device_tensors(self):
         return ()
 
 
 class Forgetful(Kahan):
-    """The deliberately wrong variant: the extra state is not restored on resume."""
+    """In the deliberately wrong variant, the extra state is not restored on resume."""
 
     def load_state_dict(self, state_dict):
         pass

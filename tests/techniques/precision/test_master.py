@@ -21,7 +21,7 @@ SCHEDULERS, ACCUMULATIONS, CHECKPOINTINGS, LOSSES = (
     sorted(file.stem for file in (ROOT / "conf" / group).glob("*.yaml"))
     for group in ("scheduler", "accumulation", "gradient_checkpointing", "loss")
 )
-LOSSES.remove("kto")  # the naive loop does not look ahead, as loss=kto does (tests/techniques/loss/test_kto.py)
+LOSSES.remove("kto")  # the naive loop does not look ahead, unlike loss=kto (tests/techniques/loss/test_kto.py)
 INIT_SCALE = "precision.init_scale={}"
 
 
@@ -69,7 +69,7 @@ def test_masters_have_the_bits_of_a_naive_training_loop_with_every_checkpointing
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_masters_with_checkpointing_and_chunked_loss_have_the_bits_of_a_naive_training_loop(config, precision):
-    """One case that `make test` runs; it leaves out the matrix test above."""
+    """One case for `make test`, which leaves out the matrix test above."""
     more = ("gradient_checkpointing=every_layer", "loss=chunked")
     cfg = configured(config, precision, "adamw8bit", "both", "fixed", "cosine", *more)
     assert equal(ours(cfg), naive(cfg))

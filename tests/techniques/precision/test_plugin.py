@@ -100,7 +100,7 @@ def test_fused_adamw_clips_unscaled_gradients_under_fp16(trained, batches):
 
 @pytest.mark.wrong
 def test_clipping_before_unscaling_leaves_under_1_percent_of_the_gradient_norm(trained, monkeypatch):
-    """In the deliberately wrong variant gradients are clipped while they are still multiplied by the loss scale."""
+    """In the deliberately wrong variant, gradients are clipped while they are still multiplied by the loss scale."""
     right = Norms()
     trained("precision=16", "clip=0.5", callbacks=[right])
 

@@ -72,7 +72,7 @@ def test_weight_unused_in_the_last_micro_batch_is_refused_before_the_ddp_step(fi
 @pytest.mark.parametrize("follows", [True, False], ids=["follows", "move ignored"])
 def test_optimizer_parameters_follow_weights_that_ddp_moves_unless_the_move_is_ignored(fit, monkeypatch, follows):
     """A move to a card replaces the `data` of each weight. The optimizer's parameters must then use the new memory,
-    even if restoring a checkpoint created them before the move. In the deliberately wrong variant they keep the old
+    even if restoring a checkpoint created them before the move. In the deliberately wrong variant, they keep the old
     memory."""
     move, step, seen = SingleDeviceStrategy.model_to_device, CausalLM.training_step, []
 
@@ -135,7 +135,7 @@ def test_process_group_of_cpu_ranks_on_a_machine_with_a_card_has_the_typed_timeo
 
 
 def test_rank_without_loggers_runs_callbacks_that_need_a_logger(fit, monkeypatch):
-    """LearningRateMonitor raises on every rank whose trainer has no logger."""
+    """LearningRateMonitor raises an error on every rank whose trainer has no logger."""
     loggers = training._loggers
     monkeypatch.setattr(training, "_loggers", lambda cfg, asked, _: loggers(cfg, asked, SimpleNamespace(rank=1)))
     summary, run = fit(

@@ -35,7 +35,7 @@ def ranks():
 
 
 def other(does):
-    """Runs `does` in another thread. Returns the thread and a list of the errors that it raises."""
+    """Runs `does` in another thread. Returns the thread, and a list of the errors that `does` raises."""
     raised = []
 
     def run():

@@ -374,7 +374,7 @@ def test_streaming_with_a_deliberate_fault_is_not_finite_or_differs_from_residen
 @pytest.mark.parametrize("waits", [True, False], ids=["registered", "not registered"])
 def test_host_updates_a_weight_after_its_pending_copy_unless_registering_the_copy_is_left_out(waits):
     """In training, a weight has a gradient only after it was copied to the device, so only a copy that was prefetched
-    and not used can overlap with an update. In the deliberately wrong variant the copy is not registered, and the
+    and not used can overlap with an update. In the deliberately wrong variant, the copy is not registered, and the
     weight is updated before it is copied."""
     lane, p = SlowLane(), nn.Parameter(torch.ones(1000))
     copied, link, host_block = (

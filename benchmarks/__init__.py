@@ -1,1 +1,2 @@
-"""Benchmarks of lowmem. Results record the figures of every round, the versions and the machine."""
+"""Benchmarks of lowmem. Files of results record the figures of every round, the versions of packages and the
+machine."""

@@ -1,4 +1,4 @@
-"""Runs the benchmarks in EVERY one after the other. None of them needs a card or a scratch drive.
+"""Runs all benchmarks in EVERY, one after the other. None of them needs a card or a scratch drive.
 
 python -m benchmarks                 # more than seven hours on two cores
 python -m benchmarks --only speed    # only the named benchmarks

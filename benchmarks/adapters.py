@@ -32,7 +32,7 @@ SHAPE = {
 }
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "head_dim": 64}
-RANK, DRAWN = 16, 0.005  # DRAWN: standard deviation of B, with which an adapter changes the logits by about 20 %
+RANK, DRAWN = 16, 0.005  # DRAWN: standard deviation of B; the adapter then changes the logits by about 20 %
 
 
 def model(small: bool) -> list[str]:
@@ -61,9 +61,10 @@ def run(adapter: str, recipe: str, small: bool) -> dict:
 
 
 def merge_errors(adapter: str, small: bool) -> dict:
-    """Returns name -> relative difference of the logits from the logits of the model with its adapter.
+    """Returns a dict that maps the name of a model to the relative difference of its logits from the logits of the
+    model with its adapter.
 
-    "without": the base model. "float32" and "bfloat16": the adapter is merged, and the logits are computed, in this
+    "without": the base model. "float32" and "bfloat16": the adapter is merged and the logits are computed in this
     dtype. QLoRA's adapter is merged into the dequantized 4-bit base. "original" (QLoRA only): its adapter is merged in
     fp32 into the base before quantization.
     """
@@ -155,7 +156,7 @@ def main() -> None:
         done = merge_errors(adapter, options.small) if recipe == "merge" else run(adapter, recipe, options.small)
         print(json.dumps(done), flush=True)
         return
-    # With these thresholds glibc returns freed blocks of 64 KiB or more at once, so resident memory excludes them.
+    # With these thresholds glibc returns freed blocks of 64 KiB or more immediately, so resident memory excludes them.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     how = ["-m", "benchmarks.adapters", *(["--small"] if options.small else []), "--row"]
     rows = {f"{adapter}: {recipe}": [*how, adapter, recipe] for recipe in RECIPES for adapter in ADAPTERS}

@@ -31,8 +31,8 @@ RECIPES = {
 
 
 def row(recipe: str) -> dict:
-    """Trains with a recipe. Returns the peak device bytes of the run, and `points`: a list with an element [phase,
-    bytes of each category in CATEGORIES] for each allocation and release of the last sampled step."""
+    """Trains with a recipe. Returns the peak device bytes of the run, and `points`, a list with an element [phase,
+    bytes of each category in CATEGORIES] for each allocation or release in the last sampled step."""
     summary = run_train([*SHORT, *RECIPES[recipe]])
     with (Path(os.environ["ROW_FOLDER"]) / "memory_step.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -12,8 +12,8 @@ wrong result. The table has a row for each family and a column for each test. `r
 - all kinds: the small model has at least as many kinds of blocks (sliding and full attention, dense layers and experts,
   ...) as a model with transformers' default values; if the attributes of all blocks of that larger model differ, only
   the names and classes of the blocks' modules are compared
-- full = chunked: the losses and gradients of loss=full and loss=chunked differ by at most the rounding of fp32 sums in
-  another order
+- full = chunked: the losses and gradients of loss=full and loss=chunked differ by no more than the rounding errors of
+  fp32 sums in different orders
 - every_layer, selective, offload: the loss and gradients are bit-identical to those without checkpointing, and the
   forward pass calls a block that lowmem finds
 - bf16-master: after two steps the weights are bit-identical to those of a naive loop with an fp32 and a bf16 model
@@ -166,7 +166,7 @@ IMPOSSIBLE = {
 
 
 class Depth(NamedTuple):
-    """The number of layers of a family with default values, and of its small model."""
+    """The number of layers of a family's model with default values, and of the family's small model."""
 
     full: int
     small: int
@@ -234,7 +234,7 @@ def _value(key: str, value: object, depth: Depth) -> object:
 
 
 class Kinds(NamedTuple):
-    """The number of a model's blocks, of kinds of blocks, and of structures. Blocks of one kind have equal modules,
+    """The number of a model's blocks, of their kinds, and of their structures. Blocks of one kind have equal modules,
     attributes and parameter shapes; blocks of one structure have modules of equal names and classes."""
 
     blocks: int
@@ -243,8 +243,8 @@ class Kinds(NamedTuple):
 
     def lacks(self, full: "Kinds") -> bool:
         """Returns True if this small model has fewer kinds of blocks than the full model. If the full model has more
-        blocks than this one and no two of its blocks have equal attributes (for example, because a factor depends on
-        the block's number), only structures are compared."""
+        blocks than this one and no two blocks of the full model have equal attributes (for example, because a factor
+        depends on the block's number), only structures are compared."""
         numbered = full.kinds == full.blocks > self.blocks
         return self.structures < full.structures or (self.kinds < full.kinds and not numbered)
 
@@ -351,7 +351,7 @@ def blocks_are_called(architecture: dict) -> bool:
 
 
 class Windows:
-    """An iterable of two identical accumulation windows of one micro-batch."""
+    """An iterable of two identical accumulation windows with one micro-batch each."""
 
     def __init__(self, ids: Tensor) -> None:
         self.micro_batch = MicroBatch(ids[:, :-1], ids[:, 1:])
@@ -392,7 +392,7 @@ def masters(architecture: dict) -> str:
     torch.manual_seed(1)
     narrow.model.train()
     for _ in range(2):
-        with widened(torch.bfloat16, "cpu"):  # as in the run: products in fp32 if the CPU has no units for bf16
+        with widened(torch.bfloat16, "cpu"):  # as in the run: products in fp32 if the CPU has no bf16 instructions
             (narrow.loss(narrow.model, MicroBatch(ids[:, :-1], ids[:, 1:])) / (BATCH * TOKENS)).backward()
         for w, p in pairs:
             w.grad, p.grad = None if p.grad is None else p.grad.float(), None
@@ -453,8 +453,8 @@ def apart(logits: Tensor, right: Tensor) -> float:
 
 @torch.no_grad()
 def rounding_of(network: torch.nn.Module, batch: MicroBatch) -> float:
-    """Returns the largest relative change of the logits if every weight moves to the adjacent fp32 number, up or down
-    at random. Changes the weights of `network`."""
+    """Returns the largest relative change of the logits if every weight is replaced by one of its two adjacent fp32
+    numbers, chosen at random. Changes the weights of `network`."""
     right = network(**batch.inputs, use_cache=False).logits
     torch.manual_seed(2)
     for p in network.parameters():
@@ -508,8 +508,8 @@ CELLS = {
 
 
 def family(model_type: str, names: Sequence[str] = tuple(CELLS)) -> dict[str, str]:
-    """Returns name of a cell -> its answer: "right", or text that begins with another of KINDS_OF_ANSWERS. If the first
-    cell is not "right", the other cells are not run.
+    """Returns a dict that maps the name of a cell to its answer: "right", or text that begins with another of
+    KINDS_OF_ANSWERS. If the first cell is not "right", the other cells are not run.
 
     Args:
         names: names of the cells to run, in the order of CELLS.
@@ -557,8 +557,8 @@ KINDS_OF_ANSWERS = ("right", "estimate", "refused", "wrong", "failed", "not comp
 
 
 def table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns Markdown: a table with the count of each kind of answer and a row per family, then the full text of each
-    answer that is not "right"."""
+    """Returns Markdown: a table, then the full text of each answer that is not "right". The table has a row of counts
+    for each kind of answer, and a row for each family."""
     lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
     for kind in KINDS_OF_ANSWERS:
         counts = [Counter(_kind(row.get(cell)) for row in rows.values())[kind] for cell in CELLS]

@@ -3,12 +3,12 @@
 
 python -m benchmarks.capacity            # about five minutes on two cores; nothing is downloaded or allocated
 
-Each recipe is predicted as `plan.py search=false` does. `python -m benchmarks.pictures` draws the first table, and
-`python -m benchmarks.pages` copies the second table into README.md.
+Each recipe is predicted in the same way as by `plan.py search=false`. `python -m benchmarks.pictures` draws the first
+table, and `python -m benchmarks.pages` copies the second table into README.md.
 
-With master weights, the host's CPU runs the optimizer. The planner estimates its time from the memory bandwidth of the
-machine on which it runs. This benchmark instead uses the bandwidth that an optimizer step reached in
-benchmarks/results/host_optimizer.json.
+With master weights, the host's CPU runs the optimizer. The planner estimates the optimizer's time from the memory
+bandwidth of the machine on which the planner runs. This benchmark instead uses the bandwidth that an optimizer step
+reached in benchmarks/results/host_optimizer.json.
 """
 
 import argparse
@@ -66,9 +66,9 @@ ROWS = RECIPES | {
     if (CARDS[size], lines) not in RECIPES.values()
 }
 STEP = "adamw8bit, bf16 in and out, clipped"  # row of host_optimizer.json
-PER = 10_000_000  # number of parameters that are updated in the milliseconds of this row
-# Bytes per parameter that an update moves: reads gradient (2), master (4) and state (2), writes master (4), state (2)
-# and 16-bit weight (2).
+PER = 10_000_000  # the milliseconds in this row are for updating this number of parameters
+# Bytes per parameter that an update moves. It reads the gradient (2), the master (4) and the state (2), and writes the
+# master (4), the state (2) and the 16-bit weight (2).
 MOVED = 16
 CORES = 2  # cores of the machine on which STEP was measured
 MANY_CORES = 150e9  # upper limit of a host's memory bandwidth, bytes per second: half of eight channels of DDR5-4800
@@ -124,7 +124,8 @@ def predicted(on: str, lines: list[str], cores: int = CORES) -> dict:
 
 
 def by_category(need: "Prediction") -> dict[str, int]:
-    """Returns category -> bytes that torch has allocated at the peak. `other` has the bytes of no other category."""
+    """Returns a dict that maps each category to the bytes that torch has allocated for it at the peak. `other` has the
+    bytes that belong to no other category."""
     named = {kind: getattr(need.device, kind) for kind in ("weights", "gradients", "optimizer", "activations")}
     return named | {"other": need.allocated - sum(named.values())}
 

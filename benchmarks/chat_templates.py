@@ -9,11 +9,11 @@ BPE tokenizer and adds the template's special tokens, so it needs no tokenizer f
 `tests/support/conversations.py`.
 
 A token that lowmem learns matches a token that TRL learns only if the tokens are equal and all earlier tokens in their
-rows are equal too. So all answers may be in one row, or each answer in a row with the messages before it. TRL prepares
-each conversation in two ways:
+rows are equal too. Therefore a library may put all answers into one row, or each answer into a separate row after the
+messages before it. TRL prepares each conversation in two ways:
 
 - conversation: the full conversation with `assistant_only_loss=True`, for which TRL replaces most templates by its own
-  version with generation tags
+  versions with generation tags
 - answers: each answer as the completion of the messages before it, with the model's own template
 
 To find the parts of a conversation that a template drops, the benchmark replaces each part in turn by another text. A
@@ -125,7 +125,7 @@ class Row(NamedTuple):
     learned: list[bool]
 
     def predictions(self) -> Iterator[tuple[bytes, int]]:
-        """Yields (all tokens before a learned token, as bytes; the learned token)."""
+        """Yields, for each learned token, all tokens before it in the row, as bytes, and the learned token."""
         ids = np.array(self.ids, np.uint32)
         return ((ids[:i].tobytes(), token) for i, token in enumerate(self.ids) if self.learned[i])
 
@@ -298,7 +298,7 @@ class Answer(NamedTuple):
     @property
     def begins(self) -> tuple[int, int]:
         """Returns the two positions at which the answer may begin: the end of the prompt, and the first position at
-        which the rendering differs from the prompt (the end of the prompt if none does)."""
+        which the rendering differs from the prompt (the end of the prompt if they do not differ)."""
         same = zip(self.prompt, self.rendering, strict=False)
         return len(self.prompt), next((i for i, (one, other) in enumerate(same) if one != other), len(self.prompt))
 
@@ -312,7 +312,7 @@ def of_trl(piece: Piece, rows: Sequence[Row], answers: Sequence[Answer], made: P
     ids, start = piece.row.ids, piece.start
     known = [row for row in rows if row.ids[:start] == ids[:start] and len(row.ids) > start]
     only_ends = not {*ids[start : piece.stop]} - made.added_tokens_decoder.keys()
-    if any(row.learned[start] and row.ids[start] != ids[start] for row in known):  # of_lowmem checks lowmem's token
+    if any(row.learned[start] and row.ids[start] != ids[start] for row in known):  # of_lowmem explains the token
         return "e" if only_ends else "c"
     if not known or piece[1:3] == piece[3:5]:
         return "c"
@@ -337,7 +337,7 @@ def of_lowmem(piece: Piece, answers: Sequence[Answer], made: PreTrainedTokenizer
 
 
 class Marked(NamedTuple):
-    """The result of comparing both libraries on a conversation with a template.
+    """The result of comparing the two libraries on one conversation with one template.
 
     marks: keys of REASONS, one character each; told: descriptions of refusals and differences.
     """
@@ -347,7 +347,7 @@ class Marked(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A conversation with a template, and the data from which lowmem's rows are compared with TRL's.
+    """A conversation, a template, and the data for comparing lowmem's rows with TRL's.
 
     rows: lowmem's rows, or the message of its refusal; lost: paths of the parts that the template drops; answers: all
     answers, once for each spelling of the conversation's tool calls.
@@ -447,7 +447,7 @@ def _as_text(arguments: str | dict) -> str:
 
 
 def left_out(template: Template, conversation: dict) -> list[str]:
-    """Returns the paths of the parts that change no answer's rendering if they are replaced. Uses the first spelling
+    """Returns the paths of the parts whose replacement changes no answer's rendering. Uses the first spelling
     for which the template renders all answers; returns [] without such a spelling."""
     for one in spellings(conversation):
         before = _renderings(template, one)
@@ -496,9 +496,10 @@ def case_of(template: Template, conversation: dict) -> Case:
 
 
 def measured(template: Template) -> dict[str, dict[str, Marked]]:
-    """Returns title of a conversation -> key of WAYS -> comparison. If the comparison of the conversation as recorded
-    has a mark "t", "c" or "?" and that of another of its `spellings` has no such mark and no "-", the result is the
-    other comparison with the additional mark "j"."""
+    """Returns a dict that maps the title of each conversation to a dict from each key of WAYS to a comparison. This is
+    the comparison of the conversation as recorded, unless that comparison has a mark "t", "c" or "?" while the
+    comparison of another of the conversation's `spellings` has none of these marks and no "-". Then it is the other
+    comparison, with the additional mark "j"."""
     results = {}
     for title, conversation in CONVERSATIONS.items():
         case, results[title] = case_of(template, conversation), {}

@@ -55,7 +55,7 @@ def row(model: str, name: str) -> dict:
     )
 
 
-# --- GPT-2 XL without memory ------------------------------------------------------------------------------------------
+# --- GPT-2 XL on fake tensors -----------------------------------------------------------------------------------------
 
 
 def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
@@ -71,8 +71,8 @@ def xl(batch_size: int, seq_len: int, *techniques: str) -> dict[str, int]:
 
 
 def xl_rows() -> dict[str, dict[str, int]]:
-    """Returns row -> {category or "total": bytes at the peak} for GPT-2 XL. Rows with batch_size=1 have micro-batches
-    of 1 x 1024 tokens, the other rows have a single batch of 4 x 1024 tokens."""
+    """Returns a dict that maps each row to the bytes of GPT-2 XL at the peak, by category and as "total". Rows with
+    batch_size=1 have micro-batches of 1 x 1024 tokens, the other rows have a single batch of 4 x 1024 tokens."""
 
     def counted(typed: list[str]) -> dict[str, int]:
         alone = "batch_size=1" in typed

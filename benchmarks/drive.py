@@ -6,8 +6,8 @@ python -m benchmarks.drive --folder /mnt/scratch --part 1b       # Llama-3.2-1B:
 python -m benchmarks.drive --folder /mnt/scratch --part time     # GPT-2 XL: seconds per step, with and without drive
 
 The part `time` also measures which share of the drive's bandwidth a run uses. The parts with 8B parameters need 65 GB
-of space on the drive, 16 GB of them for a model with random weights, which they write. 8b takes 20 GiB of memory, and
-8b-all takes 8 GiB. A part replaces only its own results in results/drive.json.
+of space on the drive. Of these, 16 GB are for a model with random weights, which the parts write. 8b takes 20 GiB of
+memory, and 8b-all takes 8 GiB. A part replaces only its own results in results/drive.json.
 """
 
 import argparse

@@ -4,9 +4,9 @@ python -m benchmarks.gpt2_xl             # about 20 minutes on two cores, 20 GiB
 
 For a card, the peak bytes of experiment=gpt2_xl_12gb are counted by category on fake tensors, which have shapes but no
 memory. On the CPU, GPT-2 XL is trained from random weights with precision=bf16-master and 8-bit AdamW, on 1 x 256
-tokens per step. Each run has a process of its own, whose resident memory is measured from its start to its end, and so
-also while it builds the model, saves and exports. If there is a CUDA device, experiment=gpt2_xl_12gb is also run on it,
-once under a cap of 12 GiB and once under a cap of 6 GiB.
+tokens per step. Each run has its own process. The resident memory of the process is measured from its start to its end,
+so the building of the model, the checkpoint and the export are included. If there is a CUDA device,
+experiment=gpt2_xl_12gb is also run on it, once under a cap of 12 GiB and once under a cap of 6 GiB.
 """
 
 import argparse

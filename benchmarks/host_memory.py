@@ -27,7 +27,8 @@ RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
 
 
 def row(*lines: str) -> dict[str, dict[str, int]]:
-    """Runs a recipe in this process. Returns phase -> {"predicted" or "measured": peak bytes of host memory}."""
+    """Runs a recipe in this process. Returns a dict that maps each phase to its peak bytes of host memory, "predicted"
+    and "measured"."""
     folder = os.environ["ROW_FOLDER"]
     model = ["model=hf", f"model.name={real_model()}", f"cache_dir={folder}/cache"]
     summary = run_train([*model, *RUN, *lines])

@@ -40,8 +40,8 @@ def ours_without_a_compiler(parameters: list) -> Callable[[], None]:
 
 
 def ours_fused_pass(dtype: torch.dtype) -> Callable[[list], Callable[[], None]]:
-    """Returns a factory. Called with the master weights, the factory returns a function that performs an optimizer
-    step, which also unscales and clips 16-bit gradients and writes 16-bit weights."""
+    """Returns a factory, which is called with the master weights. The factory returns a function that performs an
+    optimizer step. This step also unscales and clips 16-bit gradients, and writes 16-bit weights."""
 
     def make(parameters: list) -> Callable[[], None]:
         from lowmem.step.gradients import Reading
@@ -111,9 +111,9 @@ def timed(name: str) -> dict:
 
 
 def errors() -> dict[str, dict[str, float]]:
-    """Returns kind of gradients -> {implementation of 8-bit AdamW: error after 20 steps}. The kinds are KINDS of
-    test_adamw8bit.py. An error is the norm of the difference from fp32 AdamW's update, divided by the norm of fp32
-    AdamW's update."""
+    """Returns a dict that maps each kind of gradients to a dict: implementation of 8-bit AdamW -> error after 20 steps.
+    The kinds are KINDS in test_adamw8bit.py. An error is the norm of the difference from fp32 AdamW's update, divided
+    by the norm of fp32 AdamW's update."""
     import sys
     from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Finds the best `lr` of the optimizers in FACTORS on `tiny`, as a multiple of the model's `lr`, which is for AdamW.
-Comments in conf/optim name these multiples.
+"""Finds the best `lr` of the optimizers in FACTORS on `tiny`, as a multiple of the model's own `lr`, which is meant for
+AdamW. Comments in conf/optim name these multiples.
 
 python -m benchmarks.learning_rates      # about half an hour on two cores
 """
@@ -8,7 +8,7 @@ import argparse
 
 from benchmarks.runner import measure, options_of, run_train, stored, write
 
-BASE, STEPS = 2e-3, 150  # BASE: model.lr of tiny; STEPS: a third of the default run, with its schedule
+BASE, STEPS = 2e-3, 150  # BASE: model.lr of tiny; STEPS: a third of the default run's steps
 FACTORS = {
     "adamw": (0.5, 1, 2),
     "adam8bit": (0.5, 1, 2),

@@ -335,7 +335,7 @@ def adding_losses(trainer: type, watch: Watches) -> type:
 
 
 def trainer_arguments(loop: Materials) -> dict[str, object]:
-    """Returns the arguments of TrainingArguments, or a subclass, with which a `Trainer` trains like the other loops."""
+    """Returns arguments of TrainingArguments (or of a subclass) with which a `Trainer` trains like the other loops."""
     return {
         "output_dir": tempfile.gettempdir(),  # nothing is saved
         "per_device_train_batch_size": len(loop.windows[0][0].input_ids),

@@ -5,7 +5,7 @@ python -m benchmarks.mixture         # about 25 minutes on two cores, 9 GiB of m
 
 The model has Qwen3-30B-A3B's architecture, about a twentieth of its parameters, and random weights. With master
 weights, the exports of the resident run and of the streamed runs must have the same digest. bf16-sr has only a streamed
-row: its random numbers depend on the order of updates, so resident and streamed runs differ.
+row: its random numbers depend on the order of updates, so a resident run and a streamed run would differ.
 """
 
 import argparse

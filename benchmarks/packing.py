@@ -6,10 +6,10 @@ python -m benchmarks.packing gemma2   # only this family, printed and not saved
 
 Models are small, as in `architectures.py`, in fp32 and without dropout. Some documents are longer than the sliding
 windows of attention. Logits and gradients of packed rows, and of padded rows without a mask, are compared with the
-results for a separate row per document. Errors are relative to the largest element. `exact` and `refused` are decisions
-of the check that a run makes before it trains; if the errors of packed rows contradict the decision, the verdict is
-`wrong`. It is also `wrong` if the decision is `exact` but the small model lacks a kind of block that the family has.
-Families that are not causal are refused.
+results for a separate row per document. An error is the largest absolute difference, divided by the largest absolute
+value among the results for separate rows. `exact` and `refused` are decisions of the check that a run makes before it
+trains; if the errors of packed rows contradict the decision, the verdict is `wrong`. It is also `wrong` if the decision
+is `exact` but the small model lacks a kind of block that the family has. Families that are not causal are refused.
 """
 
 import argparse
@@ -108,8 +108,8 @@ def measured(architecture: dict) -> dict[str, str | float]:
 
 
 def family(model_type: str) -> dict[str, str | float]:
-    """Returns column -> cell. If the family could not be measured, there is only the column "verdict", which says
-    why."""
+    """Returns a dict that maps the name of a column to its cell. If the family could not be measured, there is only the
+    column "verdict", which says why."""
     if model_type in IMPOSSIBLE:
         return {"verdict": f"not built: {IMPOSSIBLE[model_type]}"}
     if model_type in NOT_MEASURED:

@@ -133,8 +133,7 @@ def bar(picture: Picture, row: dict, x: float, y: float, scale: float) -> None:
 
 
 class Panel(NamedTuple):
-    """Where a recipe stores the bytes of a parameter, and how many bytes per parameter it copies in an optimizer
-    step."""
+    """Where a recipe stores the bytes of a parameter, and how many bytes per parameter an optimizer step copies."""
 
     title: str
     typed: str
@@ -466,7 +465,8 @@ def modules() -> Picture:
 
 
 def imported() -> dict[str, set[str]]:
-    """Returns name of a folder of src/lowmem -> names of the other folders from which its files import."""
+    """Returns a dict that maps the name of each folder of src/lowmem to the names of the other folders from which its
+    files import."""
     source, found = ROOT / "src" / "lowmem", {room: set() for room in ROOMS}
     for file in source.rglob("*.py"):
         room = file.relative_to(source).with_suffix("").parts[0]

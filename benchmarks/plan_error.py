@@ -2,11 +2,11 @@
 
 python -m benchmarks.plan_error          # about 25 minutes on two cores, 8 GiB of memory
 
-Each row runs train.py in a separate process. The summary.json of this run has the prediction, which is made before the
-weights are loaded, and the measurements of the memory meter. The planner and the meter count live tensors with the same
-tracker. Therefore the table also compares with the resident memory of the process, which the operating system measures:
-its peak, minus its value just before the model was built. Two further predictions deliberately omit tensors (the
-optimizer state, and the activations inside a recomputed block). Their errors must be clearly negative.
+Each row runs train.py in a separate process. Its summary.json has the prediction, which is made before the weights are
+loaded, and the measurements of the memory meter. The planner and the meter count live tensors with the same tracker.
+Therefore the table also compares the prediction with the growth of the process's resident memory, which the operating
+system measures: the peak minus the value just before the model was built. Two further predictions deliberately omit
+tensors (the optimizer state, and the activations inside a recomputed block). Their errors must be clearly negative.
 """
 
 import argparse
@@ -70,7 +70,7 @@ MIXED = [
 
 
 def rows() -> dict[str, list[str]]:
-    """Returns name of a run -> overrides."""
+    """Returns a dict that maps the name of each run to its overrides."""
     named = {"(as shipped)": [*GPT2, *USUAL]}
     for name, more in TECHNIQUES.items():
         named[name] = [*GPT2, *DRY, name, *more]
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--only", help="rows whose name contains this, printed and not kept")
     parser.add_argument("--table", action="store_true", help="only the table again, from earlier measurements")
     options = options_of(parser, row)
-    # With these thresholds glibc returns freed blocks of 64 KiB or more at once, so resident memory excludes them.
+    # With these thresholds glibc returns freed blocks of 64 KiB or more immediately, so resident memory excludes them.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     chosen = {name: more for name, more in rows().items() if options.only is None or options.only in name}
     if options.table:

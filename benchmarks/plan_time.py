@@ -52,7 +52,7 @@ def row(name: str) -> dict:
 
 
 def traced() -> dict[str, tuple]:
-    """Returns name of a recipe -> (run, trace)."""
+    """Returns a dict that maps the name of each recipe to its run and its trace."""
     from lowmem.config.settle import run_of
     from lowmem.plan.job import resolved
     from lowmem.plan.tracing.trace import trace
@@ -62,7 +62,7 @@ def traced() -> dict[str, tuple]:
 
 
 def counted(rates: dict, traces: dict[str, tuple], compute: float, memory: float) -> dict[str, float]:
-    """Returns name of a recipe -> the seconds per step that the planner predicts.
+    """Returns a dict that maps the name of each recipe to the seconds per step that the planner predicts.
 
     Args:
         rates: the fields of the measured `Machine`.

@@ -1,12 +1,12 @@
-"""Compares the memory that training on preference pairs needs in lowmem, in TRL's DPOTrainer, and for fine-tuning on
-the same number of rows.
+"""Compares the memory that training on preference pairs needs in lowmem and in TRL's DPOTrainer, and the memory that
+fine-tuning on the same number of rows needs.
 
 python -m benchmarks.preference          # about ten minutes on two cores; with TRL after pip install -e '.[trl]'
 
 All runs train the same architecture from random weights, in fp32 with AdamW, on the same pairs or on their chosen
-answers. The figure is the peak of live tensors, including the weights of the trained model and, if the run keeps one,
-of a reference model. TRL is run twice. One run computes the log-probabilities of the reference model in each step, as
-TRL does by default, and the other run computes all of them before the first step.
+answers. The figure is the peak of live tensors, including the weights of the trained model and, if the run keeps a
+reference model, the weights of this model. TRL is run twice. One run computes the log-probabilities of the reference
+model in each step, as TRL does by default, and the other run computes all of them before the first step.
 """
 
 import json

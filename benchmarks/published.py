@@ -48,8 +48,8 @@ def narrow(model: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def narrow_held(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Returns the loss of `narrow`. The model keeps the logits until the next micro-batch, like a variable of a
-    training loop."""
+    """Returns the loss of `narrow`. The model keeps the logits until the next micro-batch, as a variable in a training
+    loop would."""
     logits = model(**batch.inputs, use_cache=False).logits
     model.held = logits.detach()
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").float()
@@ -65,7 +65,7 @@ def transposed_held(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Returns the summed cross entropy in fp32, computed from a copy of the logits of all positions except the last,
     with shape (B, V, T - 1).
 
-    The model keeps the fp32 logits during the backward pass, like a variable of a training loop.
+    The model keeps the fp32 logits during the backward pass, as a variable in a training loop would.
     """
     logits = model(**batch.inputs, use_cache=False).logits.float()
     logits = logits[:, :-1].contiguous()
@@ -296,7 +296,7 @@ ALL = (
 
 
 def predicted(figure: Published) -> int:
-    """Returns the predicted peak in bytes, `figure.untraced` included. This is the peak of reserved memory if
+    """Returns the predicted peak in bytes, including `figure.untraced`. This is the peak of reserved memory if
     `figure.measure` is "reserved", and otherwise the peak of live tensors."""
     prediction = predict(resolved(run_of(figure.overrides), on_card=True), Target(on_card=True))
     if prediction.estimate:

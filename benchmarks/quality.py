@@ -101,7 +101,7 @@ def train(*lines: str) -> dict:
 
 def table(results: Mapping[str, dict]) -> str:
     """Returns Markdown. The first table compares each row with the fp32 row of the same seed (0 if the row names no
-    seed), or with the untrained model if this fp32 row has no result. The second table is from `seeds`."""
+    seed), or with the untrained model if this fp32 row has no result. `seeds` makes the second table."""
     lines = [
         "| `python train.py` ... | bits per byte: new | against fp32 | old | against fp32 | s per step |",
         "|---|---|---|---|---|---|",

@@ -55,7 +55,7 @@ def shape(size: str) -> list[str]:
 
 def row(strategy: str, size: str, way: str) -> dict:
     """Trains on two ranks. Returns the bytes by phase that rank 0 predicted and that each rank measured. If training
-    fails, returns only "refused" -> the last line of the error."""
+    fails, returns a dict with the single key "refused", whose value is the last line of the error."""
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         lines = [*LLAMA, *shape(size), *SHORT, *WAYS[way], "seq_len=128", f"strategy={strategy}", "devices=2"]

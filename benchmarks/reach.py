@@ -1,4 +1,4 @@
-"""Finds the longest packed rows that fit on a card, with and without a (tokens, tokens) mask, by tracing shapes.
+"""Finds, by tracing shapes, the longest packed rows that fit on a card with and without a (tokens, tokens) mask.
 
 python -m benchmarks.reach               # about ten minutes on two cores; nothing is downloaded or allocated
 """

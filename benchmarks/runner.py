@@ -24,8 +24,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def measure(rows: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[dict]]:
-    """Runs every row in every round. Returns name -> results of the rounds. Args: rows: name -> arguments of
-    `python`."""
+    """Runs every row in every round. Returns a dict that maps the name of each row to its results, one per round. Args:
+    rows: name -> arguments of `python`."""
     results: dict[str, list[dict]] = {name: [] for name in rows}
     for number in range(1, rounds + 1):
         for name, arguments in list(rows.items())[:: 1 if number % 2 else -1]:
@@ -48,8 +48,8 @@ def row(arguments: Sequence[str]) -> dict:
 
 
 def options_of(parser: ArgumentParser, measured: Callable[..., dict]) -> Namespace:
-    """Adds `--row` to the parser and returns the typed options. If `--row` was typed, as by `measure`, prints the row's
-    result and ends the process instead.
+    """Adds `--row` to the parser and returns the typed options. If `--row` was typed, instead prints the row's result
+    and ends the process.
 
     Args:
         measured: measures a row and returns its result. Its arguments are the words after `--row`.
@@ -87,7 +87,8 @@ def run_train(arguments: Sequence[str]) -> dict:
 
 
 def medians(results: Mapping[str, Sequence[Mapping]], key: str) -> dict[str, float]:
-    """Returns row -> median of a figure over the rounds. A figure that was not measured (None) counts as nan."""
+    """Returns a dict that maps each row to the median of a figure over the rounds. A figure that was not measured
+    (None) counts as nan."""
     return {name: median(nan if run[key] is None else run[key] for run in rounds) for name, rounds in results.items()}
 
 

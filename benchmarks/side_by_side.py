@@ -53,8 +53,8 @@ def table(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """Returns a table with one row per recipe. It compares lowmem's speed with all other loops, and lowmem's losses and
-    peak memory with the plain loop."""
+    """Returns a table with one row per recipe. It compares lowmem's speed with the speeds of all other loops, and
+    lowmem's losses and peak memory with the losses and peak memory of the plain loop."""
     lines = [
         "| recipe | losses against a plain loop | speed against a plain loop | against Lightning "
         "| against transformers.Trainer | peak memory against a plain loop |",

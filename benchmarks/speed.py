@@ -60,9 +60,9 @@ def loss_alone() -> dict[str, float]:
     """Measures the output layer and the loss without blocks, for 1024 tokens, a width of 192 and a vocabulary of 50257.
 
     Returns:
-        Ratios of the chunked loss to the full loss: "time" (median), "bytes" (peak, without inputs, weights and the
-        buffers in which gradients are accumulated), and "bytes_beside_the_gradient" (also without the gradient of the
-        output layer that is returned to autograd).
+        Figures of the chunked loss, divided by the figures of the full loss: "time" (median), "bytes" (peak, without
+        inputs, weights and the buffers in which gradients are accumulated), and "bytes_beside_the_gradient" (also
+        without the gradient of the output layer that is returned to autograd).
     """
     import time
     from statistics import median

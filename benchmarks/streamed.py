@@ -375,9 +375,9 @@ def counted(micro_batches: int) -> dict:
     from lowmem.training import watchers
 
     class Counting(AtOnceLane):
-        """Counts copied bytes: gradients to the host ("down"), and to the device the weights of blocks ("blocks") and
-        other weights ("others"). `staged` has the addresses of staging memory, through which gradients and the weights
-        outside of blocks are copied."""
+        """Counts copied bytes: of gradients to the host ("down"), of the weights of blocks to the device ("blocks"),
+        and of other weights to the device ("others"). `staged` has the addresses of staging memory, through which
+        gradients and the weights outside of blocks are copied."""
 
         def __init__(self) -> None:
             self.staged, self.bytes = set(), {"blocks": 0, "down": 0, "others": 0}
@@ -446,8 +446,8 @@ DEEP += ["loss.columns=512", "batch_size=2", "max_steps=3", *QUIET]
 
 
 def step_of(weights: str) -> dict:
-    """Trains a small model. Returns the number of its parameters, and `points`: a list with an element [phase, bytes of
-    each category in CATEGORIES] for each allocation and release of the last sampled step."""
+    """Trains a small model. Returns the number of its parameters, and `points`, a list with an element [phase, bytes of
+    each category in CATEGORIES] for each allocation or release in the last sampled step."""
     from lowmem.system.units import CATEGORIES
 
     with running([*DEEP, weights, "+trainer.limit_val_batches=0"]) as run:

@@ -19,7 +19,7 @@ from lowmem.config.settle import run_of
 
 BASE = "(as shipped)"
 PAIRS = "data=preference", "data.path=examples/preference.jsonl"
-# Choice -> further overrides that it needs, or with which its results can be compared with the other rows: every
+# Choice -> further overrides, which the choice needs or which make its results comparable with the other rows: every
 # optimizer step has eight sequences, a chunk of the loss is smaller than a batch, and a tile is smaller than the
 # vocabulary.
 WITH = {
@@ -69,8 +69,8 @@ def of_shipped(results: dict, name: str) -> float:
 
 
 def refused_pairs() -> dict[str, list[str]]:
-    """Returns row -> rows with which it is refused. Rows that are refused alone are not combined with other rows, so
-    their lists are empty."""
+    """Returns a dict that maps each row to the rows with which it is refused. Rows that are refused alone are not
+    combined with other rows, so their lists are empty."""
 
     def says(*names: str) -> list[str]:
         needed = [line for name in names for line in WITH.get(name, [])]

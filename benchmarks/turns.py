@@ -25,8 +25,8 @@ class Turns:
     """Waits for turns in the process of a loop."""
 
     def __init__(self) -> None:
-        # Of every step except the last: seconds and minor page faults from the beginning of the turn to the next call
-        # of `next`. The wait for the next turn is not included.
+        # For every step except the last: the seconds and the minor page faults from the beginning of the turn to the
+        # next call of `next`. The wait for the next turn is not included.
         self.seconds: list[float] = []
         self.pages: list[int] = []
         self._pipes = [int(pipe) for pipe in os.environ.get(PIPES, "").split()]
@@ -90,7 +90,7 @@ def take_turns(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
         rows: name -> arguments of `python`.
 
     Returns:
-        {name: the loop's result}.
+        A dict that maps the name of each loop to its result.
 
     Raises:
         SystemExit: a loop failed. The other loops have run to their end.
@@ -98,7 +98,7 @@ def take_turns(rows: Mapping[str, Sequence[str]]) -> dict[str, dict]:
     with tempfile.TemporaryDirectory() as folder:
         loops = {name: _Loop(arguments, Path(folder) / str(i)) for i, (name, arguments) in enumerate(rows.items())}
         going = [loop for loop in loops.values() if loop.gave_back()]
-        while going:  # in alternating directions, so that no loop always follows the same one
+        while going:  # in alternating directions, so that no loop always follows the same other loop
             going = [loop for loop in going if loop.step()][::-1]
         return {name: loop.result() for name, loop in loops.items()}
 
@@ -107,11 +107,12 @@ def measure(teams: Sequence[Mapping[str, Sequence[str]]], rounds: int) -> dict[s
     """Runs groups of loops, one group after the other, in every round.
 
     Args:
-        teams: groups of loops: name -> arguments of `python`. The loops of a group alternate step by step.
+        teams: groups of loops, each a dict: name of a loop -> arguments of `python`. The loops of a group alternate
+            step by step.
         rounds: number of rounds.
 
     Returns:
-        {name: results of the rounds}.
+        A dict that maps the name of each loop to its results, one per round.
     """
     results: dict[str, list[dict]] = {name: [] for team in teams for name in team}
     for number in range(1, rounds + 1):

@@ -1,1 +1,1 @@
-"""Measures results that need a CUDA card, with one command: `python -m benchmarks.card`."""
+"""Runs the measurements that need a CUDA card, with one command: `python -m benchmarks.card`."""

@@ -1,4 +1,5 @@
-"""Measures results that need a CUDA card: speed, how much copying is hidden, and memory compared with its prediction.
+"""Runs the measurements that need a CUDA card: of speed, of the share of copying that computation hides, and of memory,
+which is compared with its prediction.
 
     python -m benchmarks.card --minutes 9      # the most valuable cases that fit; type it again for the rest
     python -m benchmarks.card --only masters   # cases with this word in their names, even if they have been measured

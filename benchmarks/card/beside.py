@@ -46,7 +46,7 @@ def loops(here: Here) -> Iterator[dict]:
 
 
 def frameworks() -> dict[str, Callable]:
-    """Returns name of a framework -> its training loop, which is called with `Materials` and a watch."""
+    """Returns a dict that maps the name of a framework to its training loop, a function of `Materials` and a watch."""
 
     def sft(loop: others.Materials, watch: Blocks) -> None:
         from benchmarks.card.sft import sft as train  # imported here, because TRL may not be installed

@@ -109,8 +109,8 @@ def in_turns(loops: Mapping[str, Callable[[], dict]], here: Here) -> Iterator[tu
 
 
 def attempt(run: Callable[[], dict]) -> dict:
-    """Runs a loop and returns its row. After an error other than `LeftOut`, the row has no blocks and the error as
-    `why`, so that the other loops are still measured."""
+    """Runs a loop and returns its row. After an error other than `LeftOut`, the row has no blocks, and its `why` is the
+    error, so that the other loops are still measured."""
     from benchmarks.card.case import LeftOut
 
     try:
@@ -149,7 +149,7 @@ def flops_per_token(network: nn.Module, seq_len: int) -> float:
     """
     config, embedding = network.config.get_text_config(decoder=True), network.get_input_embeddings()
     is_tied = network.get_output_embeddings().weight is embedding.weight
-    multiplied = [p for p in network.parameters() if is_tied or p is not embedding.weight]  # has tied weights once
+    multiplied = [p for p in network.parameters() if is_tied or p is not embedding.weight]  # tied weights once
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     of_weights = sum((6.0 if p.requires_grad else 4.0) * p.numel() for p in multiplied)

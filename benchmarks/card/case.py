@@ -28,7 +28,7 @@ from lowmem.system.without_gc import undisturbed
 
 SCRATCH = ROOT / ".cache" / "card"  # in the checkout, because cases write checkpoints and /tmp may be in memory
 RESULT = "result.json"
-LINES, CHARACTERS = 12, 2000  # at most this much of the end of a failed case's output is recorded
+LINES, CHARACTERS = 12, 2000  # limits of the recorded end of a failed case's output
 # Environment variables that would change the measurement. A case's process does not inherit them.
 NOT_OURS = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
@@ -37,7 +37,7 @@ NOT_OURS = (
 
 
 class LeftOut(Exception):
-    """Raised by a case that cannot be measured on this machine. The message is the reason."""
+    """Raised by a case that cannot be measured on this machine. The message says why."""
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ def _row(here: Here, run: str, by: str, train) -> dict:
 
 
 class Profiled(Blocks):
-    """Profiles STEPS steps, then counts waits in STEPS more steps. The seconds of these steps are not used, because
-    profiling slows steps."""
+    """Profiles STEPS steps, then counts waits in STEPS more steps. No times of these steps are used, because profiling
+    slows the steps."""
 
     def __init__(self, here: Here) -> None:
         super().__init__(here, 2 * STEPS)

@@ -1,8 +1,8 @@
 """Measures the rates that the planner uses: of matmuls, of memory, and of the link in each direction.
 
 The rates are stored for a week, and plans on this machine use them. The planner can measure these rates itself, except
-for the rate of copies to the card while other copies run from the card. For that rate it assumes a share of the link's
-rate.
+for the rate of copies to the card while other copies run from the card. It assumes that this rate is a fixed share of
+the link's rate.
 """
 
 from collections.abc import Iterator

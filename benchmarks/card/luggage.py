@@ -125,7 +125,8 @@ def named(wheel: Path) -> tuple[str, str]:
 
 
 def refuse_others(folder: Path) -> None:
-    """Raises SystemExit if the folder contains a wheel that is not in WHEELS. pip would install that wheel too."""
+    """Raises SystemExit if the folder contains a wheel that is not in WHEELS, because pip would install that wheel
+    too."""
     for wheel in folder.glob("*.whl"):
         name, version = named(wheel)
         if WHEELS.get(name) != version:
@@ -146,8 +147,8 @@ def fetch(folder: Path, python: str) -> None:
 
 
 def repack(wheel: Path, cuda: str) -> None:
-    """Removes all libraries except one for CPUs and one for CUDA from a bitsandbytes wheel, and their lines from
-    RECORD.
+    """Removes from a bitsandbytes wheel all libraries except one for CPUs and one for CUDA, and removes from RECORD the
+    lines of the removed libraries.
 
     Args: cuda: name of the CUDA library to keep, such as cuda130. Raises: SystemExit: the wheel lacks one of the two
     libraries.

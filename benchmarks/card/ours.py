@@ -64,7 +64,7 @@ def composed(name: str, here: Here, *more: str) -> Run:
 
 
 def checked(lines: Sequence[str]) -> Run:
-    """Returns the settings of these lines, checked as train.py checks them."""
+    """Returns the settings for these overrides, after the checks that train.py makes."""
     from lowmem.config.check import check
 
     run = run_of(lines).sized().resolved()

@@ -1,9 +1,9 @@
 """Predicts the memory and the time of every run of `recipes.RUNS` on a card, without the card.
 
 The predictions are made and committed before a card measures anything, and the page shows them next to the
-measurements. Times are computed from the planner's counts of operations and bytes and the rates of conf/gpu.yaml. The
-host is assumed to have sixteen cores, each of which runs the optimizer as fast as a core in
-benchmarks/results/host_optimizer.md, and a memory bandwidth of 150 GB/s, which limits all cores together.
+measurements. Times are computed from the planner's counts of operations and bytes, and from the rates in conf/gpu.yaml.
+The host is assumed to have sixteen cores and a memory bandwidth of 150 GB/s. On this host, each core runs the optimizer
+as fast as a core in benchmarks/results/host_optimizer.md, unless this bandwidth limits all cores together.
 """
 
 import json

@@ -4,7 +4,8 @@ TORCH_CUDA_SANITIZER=1 switches the sanitizer on when torch is imported, so the 
 case. The sanitizer (`torch.cuda._sanitizer`) keeps vector clocks of streams and events. A write and another access to
 the same address are a race if no event orders them, regardless of when they ran. A short training with streamed weights
 and offloaded boundaries must not have a race. The same training must have a race if the device does not wait for
-copies; otherwise the sanitizer does not see the copies, and a training without reported races proves nothing.
+copies. If the sanitizer reports none then, it does not see the copies, and a training without reported races proves
+nothing.
 
 The sanitizer identifies a tensor by the address of its first byte. It sees only device memory, and only work that
 threads of the training loop launch. `tests/offload/test_races.py` checks host memory and the other host threads,
@@ -44,7 +45,7 @@ class Seen:
     """The accesses that the sanitizer saw during a training."""
 
     operators: Counter = field(default_factory=Counter)  # stream -> number of operators
-    copies: Counter = field(default_factory=Counter)  # True: copies that the sanitizer saw; False: other copies
+    copies: Counter = field(default_factory=Counter)  # True: copies seen by the sanitizer; False: other copies
     races: list[str] = field(default_factory=list)
 
     def launch(self, checked: Callable[..., list]) -> Callable[..., list]:
@@ -102,8 +103,8 @@ def _checked(handler, seen: Seen) -> AbstractContextManager:
 
 @contextmanager
 def _by_torch() -> Iterator[tuple[Seen, type]]:
-    """Yields (`Seen`, filled with the accesses that torch's sanitizer sees in this process; the class of the run's copy
-    lanes).
+    """Yields a `Seen` and the class of the run's copy lanes. The `Seen` is filled with the accesses that torch's
+    sanitizer sees in this process.
 
     Raises:
         SystemExit: the sanitizer is off.
@@ -113,14 +114,14 @@ def _by_torch() -> Iterator[tuple[Seen, type]]:
     if not cuda_sanitizer.enabled:
         raise SystemExit("torch's sanitizer is off: torch was imported without TORCH_CUDA_SANITIZER=1.")
     seen = Seen()
-    with _checked(cuda_sanitizer.dispatch.event_handler, seen), suppress(CUDASanitizerErrors):  # `seen` has them
+    with _checked(cuda_sanitizer.dispatch.event_handler, seen), suppress(CUDASanitizerErrors):  # stored in `seen`
         yield seen, CardLane
 
 
 @contextmanager
 def _by_stand_in() -> Iterator[tuple[Seen, type]]:
-    """Yields (`Seen`, filled with the accesses that the simulated copy lanes report to the sanitizer's checker; the
-    class of these lanes). Needs no card."""
+    """Yields a `Seen` and the class of the simulated copy lanes. The `Seen` is filled with the accesses that these
+    lanes report to the sanitizer's checker. Needs no card."""
     from races import all_over
     from traced_lane import TracedLane, watched
 

@@ -151,12 +151,12 @@ def capped(here: Here) -> Iterator[dict]:
 
 
 def smallest(planned: int, works: Callable[[int], bool], tries: int = TRIES) -> tuple[int | None, dict[str, bool]]:
-    """Searches for the smallest cap that works by bisection between 0.9 and 1.1 times `planned`. The first cap tried is
-    `planned` itself.
+    """Searches, by bisection between 0.9 and 1.1 times `planned`, for the smallest cap that works. The first cap tried
+    is `planned` itself.
 
     Returns:
-        (the smallest tried cap that works, in bytes, or None if no tried cap works; GiB of a tried cap -> whether it
-        works).
+        The smallest tried cap that works, in bytes (None if no tried cap works), and a dict that maps each tried cap,
+        in GiB, to whether it works.
     """
     low, high, tried, least = round(0.9 * planned), round(1.1 * planned), {}, None
     cap = planned

@@ -11,7 +11,7 @@ def live(root: str, cwd: str, arguments: list[str], together, number: int, claim
     """Runs train.py with `arguments`.
 
     Args:
-        together: a barrier of all processes, at the start and before the end.
+        together: a barrier at which all processes wait for each other, at the start and before the end.
         number: number of this process.
         claims: False is a deliberate mistake: the process does not claim its folder.
     """

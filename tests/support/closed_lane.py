@@ -3,7 +3,7 @@ crashes if it accesses them too early.
 
 Slots, host blocks and staging memory are mapped twice. The program uses the first mapping, and copies use the second. A
 copy runs as late as possible, which is when the program waits for it. From the call of `copy` until the copy has run,
-`mprotect` makes the program's mapping of the destination inaccessible, and its mapping of the source read-only. An
+`mprotect` keeps the program's mapping of the destination inaccessible, and its mapping of the source read-only. An
 access that comes too early causes a segmentation fault, and `faulthandler` writes the line of the access. Therefore
 each case runs in a separate process.
 """
@@ -92,8 +92,8 @@ class Copy:
 
 
 class ClosedLane(AtOnceLane):
-    """See the module. Args: registers: False makes `register` return an error message, as if memory could not be
-    pinned."""
+    """The copy lane that the module's docstring describes. Args: registers: False makes `register` return an error
+    message, as if memory could not be pinned."""
 
     registers = True
 

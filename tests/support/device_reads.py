@@ -15,9 +15,10 @@ side if
 - it is the step count of an optimizer that is not fused (torch keeps this count in host memory even with a card),
 - or an operator made it from tensors that are all on the host side.
 
-Every other storage is on the device side. Therefore reading a host tensor of another kind makes a test fail, but no
-device tensor is taken for a host tensor. Weights and gradients go through staging memory and a thread, as with a card.
-Other waits (for an event, for the link, and for copies from memory that is not pinned) are not recorded.
+Every other storage is on the device side. Therefore a host tensor of another kind is taken for a device tensor, and
+reading it makes a test fail, but no device tensor is taken for a host tensor. Weights and gradients go through staging
+memory and a thread, as with a card. Other waits (for an event, for the link, and for copies from memory that is not
+pinned) are not recorded.
 """
 
 import threading
@@ -59,7 +60,7 @@ METHODS = {Tensor.tolist, Tensor.cpu}  # not `numpy`: CUDA tensors do not suppor
 
 class Read(NamedTuple):
     """A read of a device tensor. Args: window: number of the optimizer step, from 1; line: "file:line" of the innermost
-    frame whose file no part of NOT_THE_CALLER matches; call: name of the operator or method."""
+    frame whose file is not excluded by NOT_THE_CALLER; call: name of the operator or method."""
 
     window: int
     line: str
@@ -101,8 +102,8 @@ class DeviceReads(StorageTracker):
         self.seen.append(Read(self.window, f"{file}:{frame.lineno}", call, "/transformers/" in frame.filename))
 
     def lines(self, window: int, of_model: bool = False) -> Counter[str]:
-        """Returns line -> number of its reads of device tensors in a window. Args: of_model: True counts only lines in
-        transformers; False counts only other lines."""
+        """Returns a counter that maps each line to the number of its reads of device tensors in a window. Args:
+        of_model: True counts only lines in transformers; False counts only other lines."""
         return Counter(read.line for read in self.seen if (read.window, read.of_model) == (window, of_model))
 
 

@@ -1,5 +1,5 @@
-"""Marks for tests that run on a CPU and on a card. The row on the card tests code for cards. The row on the CPU keeps
-the test itself free of errors on machines without a card."""
+"""Marks for tests that run on a CPU and on a card. The row on the card tests code for cards. On machines without a
+card, the row on the CPU finds errors in the test itself."""
 
 import pytest
 import torch

@@ -16,8 +16,8 @@ def live(root: str, overrides: list[str], folder: str, moment: tuple[str, int] |
     """Trains until the moment of the kill.
 
     Args:
-        moment: (place as named in `_arrange`, number of times that the run passes the place before the run is killed
-            there); None: the run is not killed. The number has no effect at "in the last evaluation" and "in the
+        moment: (place as named in `_arrange`, number of passes of this place before the pass in which the run is
+            killed); None: the run is not killed. The number has no effect at "in the last evaluation" and "in the
             export", where the run is killed the first time.
         renames: False is a deliberate mistake: checkpoints are written in place, without a final rename.
     """

@@ -63,8 +63,8 @@ def compared(node: ast.AST) -> set[str]:
 
 
 def sides(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes of the expressions that a node compares: a comparison, a `case`, or a call of startswith or
-    endswith. Yields nothing for other nodes."""
+    """Yields all nodes of the expressions that a node compares if it is a comparison, a `case`, or a call of startswith
+    or endswith. Yields nothing for other nodes."""
     if isinstance(node, ast.Compare):
         both = [node.left, *node.comparators]
     elif isinstance(node, ast.MatchValue):

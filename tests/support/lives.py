@@ -19,8 +19,8 @@ LIMIT = 100  # time limit for each answer, in seconds
 
 
 class Job(NamedTuple):
-    """A run. Args: lines: overrides; folder: run folder; at: keys of AT, the changes of the code that are made before
-    the run."""
+    """A run. Args: lines: overrides; folder: run folder; at: keys of AT, which name the changes that are made to the
+    code before the run."""
 
     lines: tuple[str, ...]
     folder: Path

@@ -30,7 +30,8 @@ FP64 = {"gradients": 1e-9, "weights": 1e-9}
 FP32 = {"gradients": 1e-4, "weights": SGD_FP32}
 IN_BF16 = {"gradients": BF16, "weights": BF16}
 IN_FP16 = {"gradients": FP16, "weights": FP16}
-# for 8-bit optimizer state, in which a code that is off by one changes an element's update by a part of the step
+# for 8-bit optimizer state, in which an 8-bit code that is off by one changes an element's update by a fraction of the
+# step
 IN_8_BITS = {"gradients": UPDATE["optim=adam8bit"][0], "weights": UPDATE["optim=adam8bit"][0]}
 
 WINDOWS = (

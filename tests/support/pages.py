@@ -60,8 +60,8 @@ def commands(text: str) -> list[str]:
 
 
 def choices(command: str) -> list[list[str]]:
-    """Returns lists of overrides that cover a command: one list or, with -m, one for each choice of each swept key, in
-    which the other swept keys have their defaults. Returns [] for shell completion (-sc)."""
+    """Returns lists of overrides that cover a command: one list or, with -m, a list for each choice of each swept key.
+    In such a list, the other swept keys have their defaults. Returns [] for shell completion (-sc)."""
     if " -sc " in command:  # a flag of Hydra
         return []
     words = shlex.split(command)[2:]

@@ -205,7 +205,7 @@ def composed(case: Case):
 @cache
 def alone(case: Case) -> dict:
     """Trains the case in this process, without its strategy, its deliberate mistake and its count of collectives. An
-    overflow occurs in the same window."""
+    overflow of the case occurs in the same window."""
     of_several = ("strategy", "devices")
     cfg = composed(case)
     lines = tuple(line for line in case.lines if line.split("=")[0].split(".")[0] not in of_several)
@@ -245,7 +245,7 @@ def _trained(case: Case, cfg, ranks) -> dict:
     seen, module, windows = Seen(case), *built(case, cfg, ranks)
     plugins = list(map(instantiate, cfg.plugins))
     callbacks = [*build.callbacks(cfg), Verified(with_positions(cfg.data.arguments)), seen]
-    callbacks += module.own_loss.callbacks()  # after `seen`, which also counts their collectives
+    callbacks += module.own_loss.callbacks()  # after `seen`, so that it also counts the collectives of these callbacks
     training = parity.trainer(cfg, plugins, callbacks, ranks.lightning())
     torch.manual_seed(1)
     training.fit(module, windows)

@@ -1,5 +1,5 @@
-"""Chooses rows of a matrix of test cases, so that any two values of different axes occur together in at least one
-chosen row if they occur together in a possible row.
+"""Chooses rows of a matrix of test cases. If two values of different axes occur together in a possible row, they also
+occur together in at least one chosen row.
 
 Faults that depend on combinations mostly involve only two values (Kuhn, Wallace and Gallo 2004, "Software fault
 interactions and implications for software testing"). A full matrix of the tests has about ten times as many rows.

@@ -75,15 +75,15 @@ SIBLINGS = (
         *COMPILED,
     ),
 )
-# All techniques of conf/ when benchmarks/results/techniques.json was written: the keys of its entry "refused", and the
-# defaults.
+# All techniques that conf/ had when benchmarks/results/techniques.json was written: the keys of its entry "refused",
+# and the defaults.
 SHIPPED = (
     *json.loads((Path(__file__).parents[2] / "benchmarks/results/techniques.json").read_text())["refused"],
     *("precision=32", "optim=adamw", "accumulation=none", "gradient_checkpointing=none", "loss=full"),
     *("compile=none", "weights=resident", "adapter=none"),
 )
-# With this beta, gradients of a preference loss are about as large as gradients of a loss of tokens. `rows_for` makes
-# the rows; nothing is read from data.path.
+# With this beta, the gradients of a preference loss are about as large as the gradients of a loss over tokens.
+# `rows_for` makes the rows; nothing is read from data.path.
 PAIRED = ["loss.beta=2", "data=preference", "data.path=x"]
 # choice -> further overrides that it needs in these tests
 WITH = {
@@ -173,7 +173,7 @@ def trainer(cfg, plugins, callbacks, strategy=None):
 
 
 def decay_late(monkeypatch):
-    """Makes bitsandbytes' kernels decay a weight after its update, as the CUDA kernels for AdamW do by themselves
+    """Makes bitsandbytes' kernels decay a weight after its update, as its CUDA kernels for AdamW do without this patch
     (bitsandbytes issue 2010)."""
 
     def late(kernel):
@@ -191,7 +191,8 @@ def decay_late(monkeypatch):
 
 
 class Losses(Callback):
-    """Records for every window its loss, and the weights that its forward pass read: name -> fp32 tensor on the CPU."""
+    """Records for every window its loss, and a dict of the weights that its forward pass read: name -> fp32 tensor on
+    the CPU."""
 
     def __init__(self):
         self.seen, self.read = [], []
@@ -206,8 +207,8 @@ class Losses(Callback):
 
 
 def run(cfg, wide=False, callbacks=()):
-    """Trains a run. Returns (weights before training, weights after training), each as name -> tensor. Weights before
-    training are in fp32.
+    """Trains a run. Returns two dicts of tensors by name: the weights before training, and the weights after training.
+    Weights before training are in fp32.
 
     Args:
         wide: True returns the trained weights in their own dtype; False converts them to fp32.
@@ -226,8 +227,8 @@ def run(cfg, wide=False, callbacks=()):
 
 
 def expected(cfg, optim, accumulation, held_in=None):
-    """Trains the oracle in fp32 on the CPU, from the run's initial weights. Returns (weights before training, weights
-    after training), each as name -> tensor.
+    """Trains the oracle in fp32 on the CPU, from the run's initial weights. Returns two dicts of tensors by name: the
+    weights before training, and the weights after training.
 
     Args:
         held_in: name of the dtype to which weights are rounded after every step; None: float32 with an adapter,

@@ -4,8 +4,8 @@
 pairs are an error.
 
 Two places have equal shapes if only names, strings and numbers differ, and names differ consistently. Comments,
-imports, docstrings and lines of punctuation are ignored. The comparison by shape also ignores data, that is, lines
-without a name, and six lines that have fewer than three different shapes, as rows of a table do.
+imports, docstrings and lines of punctuation are ignored. The comparison by shape also ignores data: lines without a
+name, and groups of six lines that have fewer than three different shapes, such as rows of a table.
 """
 
 import argparse

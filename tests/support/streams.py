@@ -63,7 +63,7 @@ class Sees(Callback):
 
 
 def lines(model, *more, precision="bf16-master", policy="every_layer", optim="adamw8bit", clip="norm"):
-    """Returns the `arguments` of `trained`."""
+    """Returns a value for the argument `arguments` of `trained`."""
     chosen = (f"gradient_checkpointing={policy}", *POLICIES.get(policy, []), *SCALE.get(precision, []), *more)
     return (precision, optim, clip, "fixed", "linear", *chosen)
 

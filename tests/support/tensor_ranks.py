@@ -101,9 +101,9 @@ def live(rank, size, store, cases, results):
 
 
 def compared(size, kind="llama", dtype=torch.float64, loss="full", optimizer="AdamW", wrong=None, groups=1, **how):
-    """Trains on a group of ranks, and on all rows in one process. Returns name -> figure. Some figures are largest
-    absolute differences between the two: in the weights after sharding ("conversion"), in the loss and the gradients of
-    the first window, and in the weights after STEPS windows.
+    """Trains on a group of ranks, and on all rows in one process. Returns a dict of figures by name. Some figures are
+    the largest absolute differences between the group and the single process: in the weights after sharding
+    ("conversion"), in the loss and the gradients of the first window, and in the weights after STEPS windows.
 
     Args:
         wrong: key of WRONG, or None.

@@ -1,10 +1,11 @@
 """Sorts the tests into tiers by their marks.
 
 A test is marked `matrix`, `wrong`, `docs`, `process` or `gpu`; a test without any of these marks is a `unit`. The mark
-`seam` makes `make test` run a test that also has another mark, for example `process`, because the test covers an
-interface between parts. In a parametrized test, the rows that `rows` names become `seam` and the other rows `matrix`;
-the rows that `matrix_rows` names become `matrix` and the other rows `seam`. Units and seams are run by `make test`, and
-all tests by `make test-all`. `--shard=2/4` runs the second of four disjoint parts of the selected tests.
+`seam` means that a test covers an interface between parts. `make test` runs such a test even if it also has another
+mark, for example `process`. In a parametrized test, the rows that `rows` names become `seam` and the other rows
+`matrix`; the rows that `matrix_rows` names become `matrix` and the other rows `seam`. `make test` runs the units and
+the seams, and `make test-all` runs all tests. `--shard=2/4` runs the second of four disjoint parts of the selected
+tests.
 
 Starting a Python process takes seconds, so only tests with the mark `process` or `docs` may start one.
 """

@@ -77,7 +77,7 @@ def _arrange(phase: str, reached: Path) -> None:
 
 
 def _ask_slowly(samples: type, wait) -> None:
-    """Makes the sampling after the last step create `reached` and wait 0.2 s before each check for a stop."""
+    """Patches the sampling after the last step: before each check for a stop, it creates `reached` and waits 0.2 s."""
     draw = samples.on_validation_epoch_end
 
     def slow(self, trainer, module) -> None:

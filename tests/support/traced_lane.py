@@ -99,8 +99,8 @@ class Races:
         return self.watched.get(place)
 
     def freed(self, place, number):
-        """Reports that the device writes to a watched storage that is freed, because the device's allocator may reuse
-        the memory for the next computation. Reports nothing for host memory, or for memory that was passed to
+        """Reports a write by the device to a watched storage when the storage is freed, because the device's allocator
+        may reuse the memory for the next computation. Reports nothing for host memory, or for memory that was passed to
         `TracedLane.keep`."""
         with self.lock:
             self.watched.pop(place, None)

@@ -3,9 +3,10 @@
 python -m benchmarks.architectures          # ten minutes on two cores, twenty on one (--workers=1)
 python -m benchmarks.architectures gemma2   # only this family; printed, and saved only with --save
 
-`SMALL` and `VALUES` make every family small: rules for the names of config keys, and special values for some families.
-`TELLING` sets scaling factors and caps to values that change the result, so that a technique that ignores them gives a
-wrong result. The table has a row for each family and a column for each test. `right` in a column means:
+`SMALL` and `VALUES` make every family small: `SMALL` has rules for the names of config keys, and `VALUES` has special
+values for some families. `TELLING` sets scaling factors and caps to values that change the result, so that a technique
+that ignores them gives a wrong result. The table has a row for each family and a column for each test. `right` in a
+column means:
 
 - starts as typed: with lowmem's default techniques (for families in `OWN_LOSS`, with another loss) the loss is positive
   and all gradients are finite

@@ -3,8 +3,8 @@
 
 python -m benchmarks.capacity            # about five minutes on two cores; nothing is downloaded or allocated
 
-Each recipe is predicted in the same way as by `plan.py search=false`. `python -m benchmarks.pictures` draws the first
-table, and `python -m benchmarks.pages` copies the second table into README.md.
+Recipes are predicted in the same way as in `plan.py search=false`. `python -m benchmarks.pictures` draws the
+first table, and `python -m benchmarks.pages` copies the second table into README.md.
 
 With master weights, the host's CPU runs the optimizer. The planner estimates the optimizer's time from the memory
 bandwidth of the machine on which the planner runs. This benchmark instead uses the bandwidth that an optimizer step

@@ -273,8 +273,8 @@ def spans(rows: Sequence[Row]) -> list[tuple[Row, int, int]]:
 
 
 def unmatched(rows: Sequence[Row], others: Sequence[Row]) -> Iterator[Piece]:
-    """Yields the learned tokens of `rows` that `others` does not learn after the same earlier tokens, or learns less
-    often."""
+    """Yields the learned tokens of `rows` that `others` learns less often after the same earlier tokens, or not at
+    all."""
     left = Counter(prediction for row in others for prediction in row.predictions())
     alone = set()
     for r, row in enumerate(rows):

@@ -202,7 +202,7 @@ def in_turn(place: str) -> dict:
 
 
 def share(folder: str, blocks: int = 12, elements: int = 1 << 26) -> dict:
-    """Times the swap files of a drive without computation. Returns medians.
+    """Measures how long a drive takes to read and write swap files, without computation. Returns medians.
 
     `seconds` is the time to read and write all blocks one after the other, as in a step. `alone` is the time to read
     all files at once and then to write all files at once. `read` and `written` are the bytes per second while all files

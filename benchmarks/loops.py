@@ -253,7 +253,7 @@ def plain(loop: Materials, watch: Watches) -> None:
 def lightning(loop: Materials, watch: Watches) -> None:
     """Trains with Lightning, without a logger, checkpoints, a progress bar or a model summary.
 
-    A hook clips the gradients, because Lightning with mixed precision refuses to clip gradients for a fused optimizer.
+    A hook clips the gradients, because with mixed precision Lightning refuses to clip gradients for a fused optimizer.
     """
     from lightning.pytorch import Callback, LightningModule, Trainer
 

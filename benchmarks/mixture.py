@@ -1,5 +1,5 @@
-"""Trains all weights of a mixture of experts with 1.3B parameters on this CPU, resident and streamed, and then an
-adapter (QLoRA) of the exported model.
+"""Trains all weights of a mixture of experts with 1.3B parameters on this CPU, with resident weights and with streamed
+weights. Then trains an adapter (QLoRA) of the exported model.
 
 python -m benchmarks.mixture         # about 25 minutes on two cores, 9 GiB of memory, 6 GB of disk
 

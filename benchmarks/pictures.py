@@ -266,7 +266,7 @@ class Symptom(NamedTuple):
     """A symptom, and the overrides that help.
 
     Args:
-        kind: name of the mark's colour: a category of memory.png, "host" or "bad".
+        kind: name of the mark's colour, which is a category of memory.png, "host" or "bad".
         seen: how a user recognizes it.
         words: pairs of (overrides, their price), the recommended pair first.
     """

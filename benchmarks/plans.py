@@ -23,8 +23,8 @@ RAM = 64
 
 
 def row(adapter: str, model: str, card: str) -> dict:
-    """Runs plan.py once. Returns figures of the first recipe that it lists: the fastest recipe that fits, or the recipe
-    that needs the least memory if none fits."""
+    """Runs plan.py once. Returns figures of the first recipe that plan.py lists: the fastest recipe that fits, or the
+    recipe that needs the least memory if none fits."""
     import plan
     from lowmem.command import cli
 

@@ -1,4 +1,4 @@
-"""Compares memory peaks that other projects published for runs on cards with the planner's predictions for these runs.
+"""Compares the planner's predictions with the memory peaks that other projects published for their runs on cards.
 
 python -m benchmarks.published           # about a minute on one core; nothing is downloaded or allocated
 

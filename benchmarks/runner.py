@@ -52,7 +52,7 @@ def options_of(parser: ArgumentParser, measured: Callable[..., dict]) -> Namespa
     and ends the process.
 
     Args:
-        measured: measures a row and returns its result. Its arguments are the words after `--row`.
+        measured: function that measures a row and returns its result. Its arguments are the words after `--row`.
     """
     parser.add_argument("--row", nargs="*", help="measure one row in this process")
     options = parser.parse_args()

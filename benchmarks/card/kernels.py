@@ -2,7 +2,7 @@
 SwiGLU, torch's flash attention, and torch's cuDNN attention.
 
 All rows use the plain loop. Different kernels round differently, so `found` has the resulting difference between the
-losses, besides the ratio of the speeds.
+losses, in addition to the ratio of the speeds.
 """
 
 from collections.abc import Callable, Iterator

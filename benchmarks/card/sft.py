@@ -1,5 +1,5 @@
-"""Trains with TRL's SFTTrainer on the same rows, in the same order, and with the same optimizer and schedule as the
-loops of `benchmarks.loops`, for comparison with these loops.
+"""Trains with TRL's SFTTrainer, for comparison with the loops of `benchmarks.loops`. The rows, their order, the
+optimizer and the schedule are the same as in these loops.
 
 SFTTrainer computes the log-probabilities of the labels tile by tile from the hidden states, and so never stores the
 logits of all tokens. The loss is divided by the number of tokens of the step, as in the other loops. In fp32 it differs
@@ -21,8 +21,8 @@ from benchmarks.loops import Batches, Materials, Watches, adding_losses, trainer
 
 
 def sft(loop: Materials, watch: Watches) -> None:
-    """Trains on all windows. Args: watch: its methods are called when a step begins, with the loss of each
-    micro-batch, and when a step ends."""
+    """Trains on all windows. Args: watch: its methods are called at the beginning and at the end of each step, and with
+    the loss of each micro-batch."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

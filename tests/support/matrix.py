@@ -25,8 +25,8 @@ STRATEGIES = {
     "fsdp_tensor_parallel": ("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=2", "devices=4"),
 }
 FP64 = {"gradients": 1e-9, "weights": 1e-9}
-# Errors are relative to the largest element, although elements that are hundreds of times smaller also matter. fp32
-# rounds by 2**-24.
+# Errors are relative to the largest element, but elements that are hundreds of times smaller also matter. Therefore the
+# tolerances are small, but larger than the rounding error of fp32, 2**-24.
 FP32 = {"gradients": 1e-4, "weights": SGD_FP32}
 IN_BF16 = {"gradients": BF16, "weights": BF16}
 IN_FP16 = {"gradients": FP16, "weights": FP16}

@@ -16,7 +16,7 @@ def pairwise(*axes, possible=lambda row: True):
     Args:
         axes: for each axis, its values.
         possible: function that returns True if a row may be chosen. (If impossible rows were removed from the result
-            instead, pairs of values that are possible would be lost.)
+            instead, some possible pairs of values would be lost.)
     """
     rows = {row: set(combinations(enumerate(row), 2)) for row in filter(possible, product(*axes))}
     left, used, chosen = set().union(*rows.values()), Counter(), []

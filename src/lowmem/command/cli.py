@@ -161,10 +161,11 @@ def _exit(message: str) -> NoReturn:
 
 
 def prepare(arguments: list[str]) -> list[str]:
-    """Returns the arguments for Hydra: Hydra's flags, the overrides of an earlier run, and the typed overrides, in this
-    order. The earlier run is the run that resume=, evaluate= or export= names; its overrides are left out if a typed
-    override replaces them. All overrides are quoted for Hydra. sweep.resume= is replaced by the flags and overrides of
-    the earlier sweep. For work of one process (ALONE), strategy= and devices= are left out.
+    """Returns the arguments for Hydra: Hydra's flags, the overrides of an earlier run, the typed overrides, and the
+    overrides that `in_place_of` adds, in this order. The earlier run is the run that resume=, evaluate= or export=
+    names; its overrides are left out if a typed override replaces them. All overrides are quoted for Hydra.
+    sweep.resume= is replaced by the flags and overrides of the earlier sweep. For work of one process (ALONE),
+    strategy= and devices= are left out.
 
     Raises:
         Refused: an argument is wrong, or an override of the earlier run cannot be used. (Hydra and `Settle` find errors

@@ -117,8 +117,8 @@ def quoted(line: str, sweep: bool = False) -> str:
     expression.
 
     Args:
-        sweep: True: commas separate values, even in paths, except for keys of UNSPLIT, and unless the full text is an
-            existing path.
+        sweep: True: commas separate values, even in paths. Not split are values of keys in UNSPLIT, and a text that as
+            a whole is an existing path.
     """
     name, equals, value = line.partition("=")
     if equals and is_group(_group(line)):

@@ -104,7 +104,7 @@ class Edge(HeadSource):
     def _look_up(self, ids: Tensor) -> Tensor:
         """Computes the embedding's forward pass. Args: ids: (B, T) token ids, on the device. Returns: (B, T, H).
         Raises: Refused: the model calls the embedding twice in one forward pass, and the weight is trained."""
-        at = ids.flatten().cpu()  # blocks until the device has finished all work that was queued earlier
+        at = ids.flatten().cpu()  # blocks until the compute stream has finished all earlier work
         rows = nn.Parameter(self._gathered(at), torch.is_grad_enabled() and self.weight.requires_grad)
         if rows.requires_grad:
             number = self.under_way()

@@ -210,8 +210,8 @@ class StagedLink(Link):
         for _ in range(slots):
             self._down.put(lane.staging(slot_bytes))
         self._up = Staging(lane, slot_bytes, slots)
-        # id of a weight -> future of the mark of its new value's copy. The future is set when the copy is queued; the
-        # mark is reached when the copy is complete.
+        # id of a weight -> future that gets a mark when the copy of the weight's new value is queued; the mark is
+        # reached when the copy is complete
         self._coming: dict[int, Future[Mark]] = {}
         # queues of the two threads; None ends the thread
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # for "host-step": pieces and updates

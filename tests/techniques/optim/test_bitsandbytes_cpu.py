@@ -58,7 +58,7 @@ def widely_spread(dtype, steps=6, rows=73, columns=333):
 
 def written_out(name, p, state, g, step, config):
     """Makes a step with plain operators: updates `state`, and returns the new fp32 weights (n,). Only the choice of
-    codes differs from the step of bitsandbytes. Fused multiply-adds are written out, because torch's operators fuse
+    codes differs from the step of bitsandbytes. `_fma` emulates fused multiply-adds, because torch's operators fuse
     only on some processors."""
     (beta1, beta2), lr, keep = config["betas"], config["lr"], 1 - config["lr"] * config["weight_decay"]
     g, p = g.float().flatten(), p.float().flatten().mul(keep)

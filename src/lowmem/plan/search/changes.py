@@ -1,5 +1,5 @@
-"""Lists how the training of a recipe differs from the typed training, and how large each difference is. The planner
-prefers recipes with smaller differences.
+"""Lists how the training of a recipe differs from the training that the user typed, and how large each difference is.
+The planner prefers recipes with smaller differences.
 
 Only precision and optimizer are compared. All other choices of a recipe (such as micro-batch size, checkpointing, the
 chunks of the loss, the strategy, and where tensors are stored and updated) do not change the update, apart from

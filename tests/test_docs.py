@@ -97,7 +97,11 @@ def test_techniques_added_as_documented_pass_the_tests_generated_from_conf(copy)
             "has_a_table_row",
         ):
             assert any(proof in line and name in line for line in passed), (proof, name)
-    for proof in ("unbroken_run[optim=unit]", "unbroken_run[precision=bf16-odd]", "rms_of_adamw_within_20_percent[unit]"):
+    for proof in (
+        "unbroken_run[optim=unit]",
+        "unbroken_run[precision=bf16-odd]",
+        "rms_of_adamw_within_20_percent[unit]",
+    ):
         assert any(proof in line for line in passed), proof
 
 

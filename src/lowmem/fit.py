@@ -12,7 +12,7 @@ results, and exports the model. The command line calls `fit`, and a notebook can
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -211,7 +211,10 @@ def _training(
         raise OSError(error.errno, error.strerror, str(command.folder)) from error
     except DidNotFit as error:
         smaller = at_start.smaller_recipe(run, command.lines, prediction) if error.side == "device" else None
-        tries = advice(command.choices, run.batch_size, run.seq_len, run.windows.sizes)
+        windows = {0: 1}
+        with suppress(Refused):  # an evaluation does not use accumulation.size, which may not fit its batch_size
+            windows = run.windows.sizes
+        tries = advice(command.choices, run.batch_size, run.seq_len, windows)
         raise OutOfMemory(out_of_memory(error.side, error.held, tries, smaller)) from error
 
 

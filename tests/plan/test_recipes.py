@@ -15,7 +15,7 @@ from lowmem.config.settle import Run, run_of
 from lowmem.config.typed_lines import CONF, replaced
 from lowmem.plan.column import DeviceBytes, DriveBytes, HostBytes
 from lowmem.plan.cost.machine import Machine
-from lowmem.plan.prediction import Need, NotPredicted, Prediction
+from lowmem.plan.prediction import Need, Prediction
 from lowmem.plan.search import candidates, recipes
 from lowmem.plan.search.candidates import PrecisionAndOptimizer, Typed, micro_batches, routes, stands_alone, trainings
 from lowmem.plan.target import Target
@@ -251,8 +251,8 @@ def test_search_on_two_devices_for_a_model_that_cannot_be_traced_is_refused(monk
         raise RuntimeError("The tensor has no numbers.")
 
     monkeypatch.setattr(recipes, "trace", untraceable)
-    with pytest.raises(NotPredicted, match="The tensor has no numbers"):
-        recipes._Search(typed(*SHAPE, "devices=2"), Target(True, card(2**40)))
+    with pytest.raises(Refused, match="The tensor has no numbers"):
+        recipes.search(typed(*SHAPE, "devices=2"), Target(True, card(2**40)))
 
 
 def test_lower_bound_of_device_memory_of_a_sharded_run_is_below_its_traced_memory():
@@ -406,7 +406,12 @@ def test_optimizer_step_on_several_devices_keeps_the_typed_number_of_sequences(n
     ("lines", "expected"),
     [
         ((), [(8, {"accumulation": "fixed", "accumulation.batches": "2"})]),
-        (("accumulation=fixed", "accumulation.batches=2"), []),  # four micro-batches would replace a typed key
+        (("accumulation=none",), [(8, {"accumulation": "fixed", "accumulation.batches": "2"})]),
+        (
+            ("accumulation=fixed", "accumulation.batches=3"),
+            [(8, {"accumulation": "fixed", "accumulation.batches": "6"})],
+        ),
+        (("accumulation=by_epoch", "accumulation.sizes={0: 1, 2: 4}"), []),
         (("accumulation=effective_batch", "accumulation.size=32"), [(8, {})]),
     ],
 )

@@ -113,9 +113,20 @@ def test_two_exports_of_equal_adapters_are_byte_identical(tokenizer, tmp_path):
     assert json.loads((one / "adapter_config.json").read_text())["target_modules"] == sorted(names)
 
 
+def test_model_with_contradictory_generation_settings_is_exported_with_them(tokenizer, tmp_path):
+    """Some published models have a temperature, but do_sample=false."""
+    model = drawn("llama")
+    model.generation_config.temperature = 0.6
+    with pytest.raises(ValueError, match="temperature"):
+        model.generation_config.save_pretrained(tmp_path)
+    export_adapter.export(model, ModelFolder(tmp_path / "model", tokenizer), True, None)
+    assert GenerationConfig.from_pretrained(tmp_path / "model").temperature == 0.6
+
+
 def test_exported_adapter_folder_names_the_tokens_that_end_an_answer(tokenizer, tmp_path):
     network = adapted()
     network.generation_config.eos_token_id = [1, 3]
+    network.generation_config.temperature = 0.6  # contradicts do_sample=false, as in some published models
     folder = exported(network, tokenizer, tmp_path / "model")
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [1, 3]
 

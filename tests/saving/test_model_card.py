@@ -4,6 +4,7 @@ uploads the folder model/."""
 import json
 import logging
 import re
+import shlex
 from pathlib import Path
 
 import huggingface_hub
@@ -50,6 +51,9 @@ def test_command_of_the_model_card_shortens_relative_paths_of_every_key_and_keep
     assert command([*lines, "data=mix"]) == (
         "python train.py 'adapter.path=<model>' 'data.parts.code.path=<src>' 'tokenizer=<own-tokens>' data=mix"
     )
+    prompts = f"sample_prompts=[{'long ' * 100}and/or, {'x' * 5000}]"
+    assert command([prompts]) == shlex.join(["python", "train.py", prompts])
+    assert command(["data.path=[/home/me/a.txt,b.txt]"]) == "python train.py 'data.path=[<a.txt>,b.txt]'"
     assert command(["data=hub", "data.path=org/name", "model.name=org/model"]) == (
         "python train.py data=hub data.path=org/name model.name=org/model"
     )

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem.model.magnitude import Rounding
 from lowmem.saving import old_spelling
@@ -156,7 +157,9 @@ def export(network: PreTrainedModel, folder: ModelFolder, weights: Weights | Non
     rounding = Rounding(getattr(torch, dtype)) if dtype else None
     with folder.draft() as draft:
         tensors = network.state_dict() | _laters(network, rounding, weights)
-        network.save_pretrained(draft, state_dict=_once(network, tensors), max_shard_size=FILE_BYTES)
+        # Published models may have contradictory generation settings, such as a temperature without do_sample.
+        with patch.object(GenerationConfig, "validate"):
+            network.save_pretrained(draft, state_dict=_once(network, tensors), max_shard_size=FILE_BYTES)
         # write the configuration again, since transformers has written the dtype of the parameters in memory
         network.config.dtype = dtype or str(weights.dtype_of(next(network.parameters()))).removeprefix("torch.")
         network.config.save_pretrained(draft)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from lowmem.config.typed_lines import CONF
 from lowmem.model.magnitude import Rounding
@@ -238,8 +239,9 @@ def write_adapter(network: PreTrainedModel, folder: Path, dtype: str | None, bas
     (folder / CONFIG).write_text(
         json.dumps(_peft_config(network, base), indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
-    # PEFT does not read this file, but it says which tokens end an answer
-    network.generation_config.save_pretrained(folder)
+    # PEFT does not read this file, but it says which tokens end an answer. `save_pretrained` would reject contradictory
+    # values of a published base model, such as a temperature without do_sample.
+    (folder / GENERATION_CONFIG_NAME).write_text(network.generation_config.to_json_string(), encoding="utf-8")
 
 
 def _base_of(network: PreTrainedModel) -> dict[str, str]:

@@ -4,10 +4,11 @@ All values come from summary.json. The only detail of the machine in the card is
 shortened to their last component.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 import yaml
 
@@ -101,9 +102,9 @@ def without_place(line: str, data_of_hub: bool) -> str:
     path or val_path, existing relative paths, and paths that begin with /, ~/, ./ or ../. `data_of_hub` is True if
     data=hub was typed; then values of data.path and data.val_path are hub ids, which are kept."""
     name, equals, value = line.partition("=")
-    is_path = key(line).rpartition(".")[2] in ("path", "val_path") and not value.startswith("{")
+    is_path = key(line).rpartition(".")[2] in ("path", "val_path") and not value.startswith(("{", "["))
     is_hub_id = data_of_hub and key(line) in ("data.path", "data.val_path")
-    if (is_path and not is_hub_id) or ("/" in value and Path(value).exists()):
+    if (is_path and not is_hub_id) or ("/" in value and os.path.exists(value)):  # False for a long text
         return f"{name}{equals}<{PurePath(value).name}>"
     return name + equals + PLACE.sub(lambda place: f"<{PurePath(place[0]).name}>", value)
 

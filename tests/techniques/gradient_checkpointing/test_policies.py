@@ -241,7 +241,11 @@ def test_checkpointing_a_model_that_changes_hidden_states_between_blocks_gives_t
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("apply", [checkpointing.every_layer, checkpointing.offload, checkpointing.selective])
+@pytest.mark.parametrize(
+    "apply",
+    [checkpointing.every_layer, checkpointing.offload, checkpointing.selective, partial(checkpointing.segments, k=2)],
+    ids=["every_layer", "offload", "selective", "segments"],
+)
 def test_checkpointing_refuses_a_block_that_changes_its_input_in_place(apply):
     class Adding(Thin):
         def forward(self, x):

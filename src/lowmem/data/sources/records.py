@@ -379,11 +379,11 @@ class Completion(_Fields):
 
     def repeats_prompt(self, fields: dict) -> str | None:
         prompt, completion = self.names
-        return (
-            f'Remove it: jq -c \'."{prompt}" as $p | ."{completion}" |= ltrimstr($p)\' FILE > NEW.'
-            if begins_with(fields[completion], fields[prompt])
-            else None
-        )
+        if not begins_with(fields[completion], fields[prompt]):
+            return None
+        if not fields[completion].startswith(fields[prompt]):  # other whitespace
+            return f'Remove it from the field "{completion}".'
+        return f'Remove it: jq -c \'."{prompt}" as $p | ."{completion}" |= ltrimstr($p)\' FILE > NEW.'
 
     def documents(self, tokenizer: PreTrainedTokenizerBase, texts: list[list[str]]) -> Iterator[Encoded | BadRecord]:
         return answer_documents(tokenizer, texts, framing_of(tokenizer, self.bos))

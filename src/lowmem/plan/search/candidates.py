@@ -315,22 +315,24 @@ def _reading(run: Run) -> int:
 def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
     """Yields pairs of a batch_size and the overrides that keep the typed run's effective batch size.
 
-    If batch_size was typed as a number, or an accumulation without `size` was typed, yields only the typed batch_size.
-    If the strategy then divides the data among fewer ranks than the typed run, gradient accumulation keeps the
-    effective batch size. Yields nothing if this is impossible, or would replace a typed accumulation.
+    If batch_size was typed as a number, if an accumulation without `size` was typed, or if the number of micro-batches
+    changes during the run, yields only the typed batch_size. If the strategy then divides the data among fewer ranks
+    than the typed run, more micro-batches keep the effective batch size. Yields nothing if this is impossible.
 
     Args:
         typed: the typed overrides.
         run: a run with the strategy to try, which may differ from the typed strategy.
     """
     size = typed.run.accumulation.arguments.get("size")
+    windows = {} if size is not None else typed.run.windows.sizes
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.values)
-    if ("batch_size" in typed.values and typed.run.batch_size != "auto") or (is_typed and size is None):
-        batches, rest = divmod(typed.run.data_ranks, run.data_ranks)
-        if size is not None or batches == 1:
+    keeps_size = "batch_size" in typed.values and typed.run.batch_size != "auto"
+    if keeps_size or (is_typed and size is None) or len(windows) > 1:
+        more, rest = divmod(typed.run.data_ranks, run.data_ranks)
+        if size is not None or (more == 1 and not rest):
             yield typed.run.batch_size, {}
-        elif not (is_typed or rest):
-            yield typed.run.batch_size, {"accumulation": "fixed", "accumulation.batches": str(batches)}
+        elif len(windows) == 1 and not rest:
+            yield typed.run.batch_size, {"accumulation": "fixed", "accumulation.batches": str(more * windows[0])}
         return
     if size is not None:
         for batch_size in divisors(size // _reading(run)):
@@ -339,7 +341,7 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
         return
     # The number of sequences per optimizer step, summed over all ranks, is the same as in the typed run. `sequences` is
     # the number that each rank (or group of ranks with the same data) reads.
-    sequences = typed.run.batch_size * typed.run.data_ranks // run.data_ranks
+    sequences = typed.run.batch_size * windows[0] * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size
         accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}

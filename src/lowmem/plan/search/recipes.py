@@ -170,14 +170,12 @@ class _Search:
     def _works(self, strategy: str) -> bool:
         """Traces one block to find out whether a strategy works with this model. A strategy may be refused, for example
         because a width is not divisible by the number of devices; then the reason is stored in `reasons`. Returns:
-        False if the strategy is refused. Raises: NotPredicted: the model cannot be traced."""
+        False if the strategy is refused, or if the model cannot be traced with it."""
         short = self.typed.config({SHARED: strategy}).knowing(batch_size=1, seq_len=1)
         try:
             with not_predicted():
                 trace(short, self.target.on_card, 1, self.target.capability)
-        except NotPredicted:
-            raise
-        except Refused as error:
+        except Refused as error:  # also NotPredicted: another strategy may be traceable
             self.reasons[strategy] = str(error)
         return strategy not in self.reasons
 

@@ -140,11 +140,7 @@ class Alone(Recomputed):
             return first_call.pop()() if first_call else self._repeat(boundary, [call])
 
         output = checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=self.contexts)
-        if entered._version != version:  # a copy of the input to the host may still be in progress
-            raise Refused(
-                f"gradient_checkpointing: {type(self.block).__name__} changes its input in place, so backward cannot "
-                "recompute it. Type gradient_checkpointing=none."
-            )
+        _refuse_change(self.block, entered, version)  # a copy of the input to the host may still be in progress
         return output
 
 
@@ -157,6 +153,7 @@ class Segment(Recomputed):
         self._pass: Iterator | None = None  # torch's checkpoint, while the segment is open
         self._calls: list[BlockCall] = []
         self._output: Tensor | None = None  # hidden states that the previous block returned
+        self._entered: tuple[Tensor, int] | None = None  # input of the open segment, and its version
         for block in blocks:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
             # always_call: after an exception, a checkpoint that stays open would affect the next job of a sweep
@@ -172,6 +169,7 @@ class Segment(Recomputed):
         if self._pass is None:
             self._calls = []
             repeat = partial(self._repeat, OnDevice(entered), self._calls)
+            self._entered = entered, entered._version
             self._pass = open_checkpoint(repeat)
             next(self._pass)
         self._calls.append(BlockCall(block, args, kwargs))
@@ -185,8 +183,10 @@ class Segment(Recomputed):
 
     def _close(self, completed: bool = True) -> None:
         closing, self._pass, self._output, self._calls = self._pass, None, None, []
+        entered, self._entered = self._entered, None
         if completed:
             next(closing, None)
+            _refuse_change(self.blocks[0], *entered)
         else:
             closing.close()
 
@@ -207,6 +207,15 @@ class BlockCall:
         entering = {} if self.by_position else {"hidden_states": hidden}
         output = self.block(*([hidden] if self.by_position else []), *self.args, **self.kwargs, **entering)
         return output[0] if isinstance(output, tuple) else output
+
+
+def _refuse_change(block: nn.Module, entered: Tensor, version: int) -> None:
+    """Raises Refused if the input of a block was changed in place since it had the given version."""
+    if entered._version != version:
+        raise Refused(
+            f"gradient_checkpointing: {type(block).__name__} changes its input in place, so backward cannot recompute "
+            "it. Type gradient_checkpointing=none."
+        )
 
 
 def _refuse_cache(block: nn.Module, args: tuple, kwargs: dict) -> None:

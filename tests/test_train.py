@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -252,6 +253,14 @@ def test_run_continues_and_writes_its_model_after_the_reader_of_its_output_has_e
     process.stdout.close()
     assert process.wait(timeout=120) == 0
     assert (tmp_path / "model" / "model.safetensors").exists() and not (tmp_path / "failed.txt").exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("closed", ["1", "2"], ids=["stdout", "stderr"])
+def test_run_with_a_closed_output_stream_writes_its_model(small, tmp_path, closed):
+    run = shlex.join([sys.executable, "train.py", *small, f"hydra.run.dir={tmp_path}"])
+    done = subprocess.run(f"{run} {closed}>&-", shell=True, cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0 and (tmp_path / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.process

@@ -81,8 +81,10 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     exits with NOTHING_FITS if a plan has no fitting recipe. `config` names the yaml of conf/ that `main` reads."""
     atexit.register(_skip_last_collection)
     home.replace_if_read_only()
-    if sys.stdout is not None:  # None if the caller has closed it
-        sys.stdout.reconfigure(errors="backslashreplace")  # otherwise a character that it cannot encode would end a run
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+    sys.stdout.reconfigure(errors="backslashreplace")  # otherwise a character that stdout cannot encode would end a run
     if config == "config" and not {"generate", "show"} & {key(line) for line in sys.argv[1:]}:
         _outlive_readers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
@@ -97,8 +99,7 @@ def start(main: Callable[[], None], config: str = "config") -> None:
             sys.argv[1:] = prepare(sys.argv[1:])
             with sweep.running(main) if config == "config" else nullcontext():
                 main()
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         _nobody_reads()
     except (HydraException, OmegaConfBaseException) as error:
@@ -145,8 +146,7 @@ def _outlive_readers() -> None:
     Otherwise the run would end without writing its model."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # None if the caller has closed it; another object if a notebook or a test has replaced it
-        if stream is not None and stream is getattr(sys, f"__{name}__"):
+        if stream is getattr(sys, f"__{name}__"):  # otherwise a notebook or a test has replaced it
             pipe = _Pipe(stream.fileno(), "w", closefd=False)
             how = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
             buffer = pipe if stream.write_through else io.BufferedWriter(pipe)

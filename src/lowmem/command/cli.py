@@ -83,7 +83,7 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     home.replace_if_read_only()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     sys.stdout.reconfigure(errors="backslashreplace")  # otherwise a character that stdout cannot encode would end a run
     if config == "config" and not {"generate", "show"} & {key(line) for line in sys.argv[1:]}:
         _outlive_readers()

@@ -127,8 +127,10 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
 def _refuse_adapter(name: str) -> None:
     """Raises Refused if the folder of a model contains an adapter, which transformers would load together with the
     model. Args: name: `model.name`."""
+    if not _is_folder(name):
+        return
     file = Path(name).expanduser() / "adapter_config.json"
-    if not _is_folder(name) or not file.is_file():
+    if not file.is_file():
         return
     alone = "" if not file.with_name("config.json").is_file() else f", or delete {file.name} to load the model alone"
     raise Refused(

@@ -105,8 +105,8 @@ def recording(tell: Progress) -> type:
 
 
 def figures_of(run: "Training") -> dict:  # noqa: F821
-    """Returns the losses, the seconds of each step and the peak bytes of a run. Before the run, `watchers.Stop` must
-    have been replaced by a class that `recording` returned."""
+    """Returns figures of a run, such as losses, seconds of each step and peak bytes. Before the run, `watchers.Stop`
+    must have been replaced by a class that `recording` returned."""
     stop, meter = run.watchers.stop, run.watchers.meter
     return {
         "parameters": sum(p.numel() for p in run.module.parameters()),

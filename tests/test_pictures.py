@@ -123,8 +123,8 @@ def test_check_of_documentation_pictures_finds_overlaps_and_unknown_overrides():
 
 @pytest.mark.parametrize("symptom", pictures.SYMPTOMS, ids=lambda symptom: symptom.title)
 def test_overrides_in_the_picture_of_symptoms_are_not_refused(symptom):
-    """Checks the first overrides alone, and then both together, where the second overrides replace first overrides with
-    the same keys."""
+    """Checks the first overrides alone, and then both sets of overrides together. If both have a key, the second value
+    wins."""
     (first, _), (second, _) = symptom.words
     both = dict(word.split("=", 1) for word in f"{first} {second}".split())
     if "weights" in both:  # streamed weights need masters and recomputed blocks

@@ -1,5 +1,5 @@
-"""Tests that transformers 4.57 and peft 0.19 open exported folders, and compute the logits and tokens of this
-environment.
+"""Tests that transformers 4.57 and peft 0.19 open exported folders, and that they compute the same logits
+and tokens as the versions in this environment.
 
 Both packages run with the Python that OLD_TRANSFORMERS names, or in an environment that the test creates, which uses
 the torch of this environment. Creating it needs a network.

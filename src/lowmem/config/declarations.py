@@ -67,7 +67,7 @@ class Technique:
             element depends on its full matrix, so a shard of the matrix would get a different update. In both cases the
             step consists of torch operators, which also run on tensors without memory. None: the step uses custom
             kernels, which cannot be traced.
-        cpu_factor: time of the update on a CPU, divided by the time in which memory bandwidth alone would allow it.
+        cpu_factor: time of the update on a CPU, divided by its time if only memory bandwidth limited it.
     gradient_checkpointing:
         joins_blocks: several blocks are recomputed together.
         inputs_on_host: the inputs of blocks are offloaded to host memory.

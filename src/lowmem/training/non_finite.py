@@ -1,4 +1,4 @@
-"""Reports a loss or gradient that is not finite, and ends a run that has skipped too many such steps in a row.
+"""Reports a step whose loss or gradient is not finite, and ends a run that skipped too many such steps in a row.
 
 `CausalLM.training_step` calls this module only after the check in `WindowOptimizer.finish` has failed. If the optimizer
 runs on the device, this check reads a single number per window: the sum of the loss and the gradient norm. So the host

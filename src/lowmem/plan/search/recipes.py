@@ -319,7 +319,7 @@ class _Search:
     def _tried(
         self, overrides: tuple[str, ...], run: Run, changed: tuple[Change, ...], tracer: Callable[..., Trace] = trace
     ) -> Recipe | None:
-        """Traces the recipe of some overrides (cached). None: the recipe is refused; the reason is stored in `reasons`.
+        """Traces the recipe of some overrides (cached). Returns None if it is refused; the reason is then in `reasons`.
         Raises: NotPredicted: the model cannot be traced."""
         if overrides not in self.tried and overrides not in self.reasons:
             try:

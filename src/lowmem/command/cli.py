@@ -17,7 +17,6 @@ This module imports nothing heavy at its top, so that `--help` answers in well u
 import atexit
 import errno
 import gc
-import io
 import json
 import logging
 import os
@@ -39,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lowmem.command import folder_lock, help, launch, sweep
 from lowmem.config import spelling
-from lowmem.config.check import check_places, settled
+from lowmem.config.check import check_places, holds_adapter, settled
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import (
     CONF,
@@ -53,7 +52,7 @@ from lowmem.config.typed_lines import (
     without,
 )
 from lowmem.report import folders
-from lowmem.system import home, rank_environment, signals
+from lowmem.system import home, output_streams, rank_environment, signals
 from lowmem.system.errors import FULL, NotPublished, RankLost, Refused, of_place
 from lowmem.system.terminal import folded
 from lowmem.system.without_gc import undisturbed
@@ -81,12 +80,10 @@ def start(main: Callable[[], None], config: str = "config") -> None:
     exits with NOTHING_FITS if a plan has no fitting recipe. `config` names the yaml of conf/ that `main` reads."""
     atexit.register(_skip_last_collection)
     home.replace_if_read_only()
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the caller has closed it
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+    output_streams.replace_closed()
     sys.stdout.reconfigure(errors="backslashreplace")  # otherwise a character that stdout cannot encode would end a run
     if config == "config" and not {"generate", "show"} & {key(line) for line in sys.argv[1:]}:
-        _outlive_readers()
+        output_streams.outlive_readers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them
     _failures.clear()
     _unfit.clear()
@@ -100,8 +97,8 @@ def start(main: Callable[[], None], config: str = "config") -> None:
             with sweep.running(main) if config == "config" else nullcontext():
                 main()
             sys.stdout.flush()
-    except BrokenPipeError:
-        _nobody_reads()
+    except BrokenPipeError:  # as in `python plan.py | head -1`
+        output_streams.discard(sys.stdout.fileno())
     except (HydraException, OmegaConfBaseException) as error:
         _exit(spelling.explained(error, parted(sys.argv[1:])[1], config))
     except Refused as error:
@@ -128,34 +125,6 @@ def _no_folder(error: OSError) -> str:
     if error.errno == errno.ENAMETOOLONG:
         return f"The folder of a job cannot be created ({error}). Type hydra.sweep.subdir=<a shorter name>."
     return f"The folder of a job is not writable ({error}). Type hydra.sweep.dir=<a writable folder>."
-
-
-class _Pipe(io.FileIO):
-    """A file descriptor for writing, which discards the data if it is a pipe whose reader has exited."""
-
-    def write(self, data: bytes) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return len(data)
-
-
-def _outlive_readers() -> None:
-    """Lets a run continue after a program that reads its output has exited, as in `python train.py | head -3`.
-    Otherwise the run would end without writing its model."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # otherwise a notebook or a test has replaced it
-            pipe = _Pipe(stream.fileno(), "w", closefd=False)
-            how = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
-            buffer = pipe if stream.write_through else io.BufferedWriter(pipe)
-            setattr(sys, name, io.TextIOWrapper(buffer, **how, write_through=stream.write_through))
-
-
-def _nobody_reads() -> None:
-    """Discards further output if the reader of a pipe has exited, as in `python plan.py | head -1`."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit(message: str) -> NoReturn:
@@ -242,7 +211,7 @@ def _resumed_overrides(arguments: list[str]) -> list[str]:
 
 def _holds_merged_model(named: str) -> bool:
     folder = Path(named).expanduser()
-    return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
+    return (folder / "config.json").is_file() and not holds_adapter(folder)
 
 
 def _without_adapter(lines: list[str]) -> list[str]:
@@ -409,7 +378,7 @@ def _guarded(job: Callable[[Run, Path, dict[str, str], list[str]], dict | None],
         places += _words(run.as_dict())
         return job(run, output_dir, dict(hydra.runtime.choices), list(map(unquoted, overrides)))
     except BrokenPipeError:
-        _nobody_reads()
+        output_streams.discard(sys.stdout.fileno())
         return None
     except (Exception, signals.Ended) as error:
         if ended := signals.ending(error):

@@ -32,6 +32,7 @@ from lowmem.system.scratch_file import PAGE, Drive, is_memory
 
 # keys of a model's config that may contain the maximum sequence length
 POSITIONS = ("max_position_embeddings", "n_positions")
+ADAPTER_CONFIG = "adapter_config.json"  # file of PEFT in the folder of an adapter
 OF_A_RUN = ("resume", "evaluate", "export", "generate")  # keys that name a trained run or model
 TARGET = re.compile(r"_target_: *(lowmem(?:\.\w+)+)")  # a `_target_` of lowmem in a yaml
 # lowmem's own keys of conf/optim. All other keys of an optimizer's yaml are arguments of its class.
@@ -88,6 +89,10 @@ def check(run: Run, choices: Mapping[str, str]) -> None:
     if errors:
         raise Refused("\n".join(errors))
     _device(run.device, run.memory.snapshot)
+
+
+def holds_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def check_values(run: Run) -> None:

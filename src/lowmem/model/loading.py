@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowmem.config import schema
-from lowmem.config.check import POSITIONS, check_hub_id, check_positions
+from lowmem.config.check import ADAPTER_CONFIG, POSITIONS, check_hub_id, check_positions, holds_adapter
 from lowmem.config.settle import Run
 from lowmem.config.typed_lines import in_shell
 from lowmem.model import published_files, vocabulary
@@ -127,12 +127,9 @@ def architecture(spec: schema.Model) -> PretrainedConfig:
 def _refuse_adapter(name: str) -> None:
     """Raises Refused if the folder of a model contains an adapter, which transformers would load together with the
     model. Args: name: `model.name`."""
-    if not _is_folder(name):
+    if not _is_folder(name) or not holds_adapter(folder := Path(name).expanduser()):
         return
-    file = Path(name).expanduser() / "adapter_config.json"
-    if not file.is_file():
-        return
-    alone = "" if not file.with_name("config.json").is_file() else f", or delete {file.name} to load the model alone"
+    alone = f", or delete {ADAPTER_CONFIG} to load the model alone" if (folder / "config.json").is_file() else ""
     raise Refused(
         f"model.name={name}: this folder contains an adapter. Type model.name=<its base model> adapter=lora "
         f"adapter.path={name}{alone}."

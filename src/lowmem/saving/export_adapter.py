@@ -282,10 +282,6 @@ def _has_conv1d(network: PreTrainedModel) -> bool:
 # --- opened again ----------------------------------------------------------------------------------------------------
 
 
-def holds_adapter(folder: Path) -> bool:
-    return (folder / CONFIG).is_file()
-
-
 def base_of(folder: Path) -> str | None:
     """Returns the name or path of the base model in an adapter's configuration, or None if the configuration has
     none."""

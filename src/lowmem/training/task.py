@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from lowmem.config.check import holds_adapter
 from lowmem.config.settle import Run
 from lowmem.data.sources.source import OLDER
 from lowmem.saving import checkpoint
 from lowmem.saving.checkpoint import Saved
-from lowmem.saving.export_adapter import adapter_config_of, base_of, holds_adapter
+from lowmem.saving.export_adapter import adapter_config_of, base_of
 from lowmem.system.errors import Refused
 from lowmem.system.fail_together import fail_together
 from lowmem.techniques.strategy.contract import ONE_DEVICE, OneDevice

@@ -328,11 +328,10 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
     is_typed = any(key.split(".")[0] == "accumulation" for key in typed.values)
     keeps_size = "batch_size" in typed.values and typed.run.batch_size != "auto"
     if keeps_size or (is_typed and size is None) or len(windows) > 1:
-        more, rest = divmod(typed.run.data_ranks, run.data_ranks)
-        if size is not None or (more == 1 and not rest):
+        if size is not None or run.data_ranks == typed.run.data_ranks:
             yield typed.run.batch_size, {}
-        elif len(windows) == 1 and not rest:
-            yield typed.run.batch_size, {"accumulation": "fixed", "accumulation.batches": str(more * windows[0])}
+        elif len(windows) == 1 and typed.run.data_ranks % run.data_ranks == 0:
+            yield typed.run.batch_size, _fixed(windows[0] * typed.run.data_ranks // run.data_ranks)
         return
     if size is not None:
         for batch_size in divisors(size // _reading(run)):
@@ -344,9 +343,12 @@ def micro_batches(typed: Typed, run: Run) -> Iterator[MicroBatches]:
     sequences = typed.run.batch_size * windows[0] * typed.run.data_ranks // run.data_ranks
     for batch_size in divisors(sequences):
         batches = sequences // batch_size
-        accumulation = {"accumulation": "fixed", "accumulation.batches": str(batches)}
         if batch_size <= typed.run.batch_size:
-            yield batch_size, accumulation if batches > 1 else {}
+            yield batch_size, _fixed(batches) if batches > 1 else {}
+
+
+def _fixed(batches: int) -> dict[str, str]:
+    return {"accumulation": "fixed", "accumulation.batches": str(batches)}
 
 
 def _same_update(typed: Typed, run: Run, name: str) -> dict[str, str]:

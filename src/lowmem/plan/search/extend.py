@@ -37,11 +37,10 @@ from lowmem.model.blocks import stack_of
 from lowmem.model.experts import inactive_parameters
 from lowmem.model.loading import describe
 from lowmem.model.trainable import parameters, trainable
-from lowmem.plan.prediction import NotPredicted
+from lowmem.plan.prediction import not_predicted
 from lowmem.plan.tracing.recorder import of_phases
-from lowmem.plan.tracing.trace import of_depth, quietly, trace, untraceable
+from lowmem.plan.tracing.trace import of_depth, quietly, trace
 from lowmem.plan.tracing.traces import Trace
-from lowmem.system.errors import Refused
 from lowmem.training import build
 
 FEWEST = 3  # minimum number of blocks of a short model: a first, a middle and a last block
@@ -191,12 +190,8 @@ def network(run: Run, config: PretrainedConfig | None = None) -> Network:
         NotPredicted: the model cannot be built.
         Refused: for example, adapter= or freeze= does not match the model.
     """
-    try:
+    with not_predicted():
         return _network(_Model(run, config or describe(run, plans=True).grown))
-    except Refused:
-        raise
-    except Exception as error:
-        raise NotPredicted(untraceable(error)) from error
 
 
 class _Model:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lowmem.config.check import ADAPTER_CONFIG
 from lowmem.model.linear_layers import linear_layers
 from lowmem.model.trainable import parameters, trainable
 from lowmem.system.errors import Refused, first_line, last_line
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 # Entries of the header of WEIGHTS that describe a quantized base, because PEFT's config has no keys for them. BASE: the
 # base model was quantized to 4 bits. BASE_DTYPE: the key for the dtype that the base weights had before quantization.
 # EXPERTS: fused experts were quantized too (older versions of lowmem did not quantize them).
